@@ -1,0 +1,305 @@
+"""Train a ResNet on CIFAR-10 with DistributedDataParallel: one process per GPU, started by this script itself.
+
+    python ddp_spawn_train.py
+
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). No launcher, one machine:
+for a function that another program or a notebook calls.
+
+Every process has the whole network and its own share of each batch; while the gradients are being computed,
+they are averaged over all processes. `grep -nF '[DDP' ddp_spawn_train.py` prints the technique.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from tqdm import tqdm
+
+import common
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = lambda message: common.fail(f"{message}; --help lists the flags")
+    add = parser.add_argument
+    add("--data-dir", metavar="DIR", default="data", help="where CIFAR-10 lies or is downloaded to (default: data)")
+    add("--synthetic", action="store_true", help="CIFAR-10-shaped images made from the seed, no download")
+    add("--limit", metavar="N", type=int, help="only the first N training images and the first N test images")
+    add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
+    add("--image-size", metavar="PIXELS", type=int, help="default: 32, or 224 with --pretrained")
+    add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
+    add("--freeze-backbone", action="store_true", help="train only the last layer")
+    add("--epochs", metavar="N", type=int, default=30)
+    add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
+    add("--lr", type=float, help="peak learning rate (default: 0.1 for every 128 images of the batch)")
+    add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
+    add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
+    add("--compile", action="store_true", help="compile the network with torch.compile")
+    add("--seed", metavar="N", type=int, default=21)
+    add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
+    add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
+    add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--sync-bn", action="store_true", help="BatchNorm over the whole batch, not over each process's share")
+    add("--nproc", metavar="N", type=int, help="processes (default: one per visible GPU; 2 on the CPU)")
+    args = parser.parse_args()
+    for name in ("limit", "image_size", "epochs", "batch_size", "lr", "workers", "seed", "log_every", "nproc"):
+        value, least = getattr(args, name), 0 if name in ("lr", "workers", "seed") else 1
+        if value is not None and not value >= least:
+            parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
+    args.image_size = args.image_size or (224 if args.pretrained else 32)
+    if args.pretrained and args.image_size <= 64:
+        parser.error("--pretrained weights have the ImageNet stem and need --image-size 65 or more")
+    if args.sync_bn and args.device == "cpu":
+        parser.error("--sync-bn needs GPUs; leave it out on the CPU")
+    return args
+
+
+def save(state, path):
+    """Write a file whole or not at all: whatever stops this process, the old file stays as it was."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def train(local_rank, world_size, meeting_file, args):
+    # ------------------------------------------------------------------------------------------------- Setup
+    # [DDP 1/12] spawn() starts this function once per GPU and counts: on one machine the count is the rank, too.
+    rank, here = local_rank, world_size
+    common.setup_for_distributed(is_master=rank == 0)
+    cuda = args.device == "cuda"
+    if cuda and here > torch.cuda.device_count():
+        common.fail(f"{here} processes and {torch.cuda.device_count()} GPUs here; start one process per GPU")
+    if args.batch_size % world_size:
+        less = max(args.batch_size // world_size, 1) * world_size
+        common.fail(f"--batch-size must divide by {world_size} processes; {less} and {less + world_size} are nearest")
+    # [DDP 2/12] Each process takes its own GPU before any other CUDA call; else all put a context on GPU 0.
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, os.cpu_count() // world_size))
+    gpus = world_size if cuda else 0
+    common.seed_everything(args.seed)
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = args.precision or ("bf16" if bf16 else "fp32")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
+    torch.backends.cudnn.benchmark = True
+
+    # -------------------------------------------------------------------------------------------------- Data
+    if args.synthetic:
+        train_set, test_set = common.synthetic_cifar10(args.seed, args.limit)
+    else:
+        train_set, test_set = common.load_cifar10(args.data_dir, args.limit)
+    if len(train_set) < args.batch_size:
+        common.fail(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images; give less")
+    loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
+    loading["persistent_workers"] = args.workers > 0
+    # [DDP 3/12] Each process trains on its own share of the images; without the sampler all read the same ones.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
+    # [DDP 4/12] It validates its own share too, unpadded: DistributedSampler would count some images twice.
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), **loading)
+    transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
+    steps = len(train_loader)
+
+    # ----------------------------------------------------------------------------------- Model and optimizer
+    net = common.build_resnet(args.arch, args.image_size, args.pretrained)
+    # [DDP 5/12] Freeze and convert layers before wrapping: DDP notes only then which gradients it has to average.
+    if args.freeze_backbone:
+        net.requires_grad_(False)
+        net.fc.requires_grad_(True)
+    if args.sync_bn:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    net.to(device)
+    trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    lr = 0.1 * args.batch_size / 128 if args.lr is None else args.lr
+    optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
+
+    def one_cycle(step):  # up to lr over the first fifth of the run, then down to zero, both in a straight line
+        return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
+    epochs_done, best = 0, 0.0
+    if args.checkpoint and os.path.exists(args.checkpoint):
+        try:
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            if (saved["arch"], saved["image_size"]) != (args.arch, args.image_size):
+                raise ValueError(f"it has --arch {saved['arch']} --image-size {saved['image_size']}")
+            net.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            scheduler.load_state_dict(saved["scheduler"])
+            epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
+        except Exception as error:  # whatever a broken or foreign file raises
+            reason = str(error).partition("\n")[0]
+            common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
+    # [DDP 6/12] Join the other processes only now, with all files at hand: no collective waits for a download.
+    backend = "nccl" if cuda else "gloo"
+    store = dist.FileStore(meeting_file, world_size)
+    dist.init_process_group(backend, None, None, world_size, rank, store, device_id=device if cuda else None)
+    # [DDP 7/12] The wrapper copies rank 0's weights to all, and averages the gradients while backward() runs.
+    model = DistributedDataParallel(
+        net,
+        device_ids=[local_rank] if cuda else None,
+        gradient_as_bucket_view=True,  # gradients lie where they are averaged, which saves a copy of them all
+        static_graph=True,  # every step uses the same parameters
+    )
+    model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
+    if args.compile:
+        model = torch.compile(model)
+
+    def from_each_process(number):
+        row = torch.eye(world_size, dtype=torch.float64, device=device)[rank] * number
+        dist.all_reduce(row)
+        return [int(value) for value in row.tolist()]
+
+    pids = from_each_process(os.getpid())
+    launcher = "spawn"
+    device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    weights, trained = (sum(p.numel() for p in part) for part in (net.parameters(), trainable))
+    print(f"technique   DistributedDataParallel ({backend}), launcher {launcher}")
+    print(f"devices     {gpus or world_size} x {device_name}, world size {world_size}, process ids {pids}")
+    print(f"batch       {args.batch_size} images a step, {args.batch_size // world_size} per process")
+    print(f"network     {args.arch}, {precision}, {weights:,} parameters, {trained:,} of them trainable")
+    print(f"epochs      {epochs_done} done, {args.epochs - epochs_done} to come, {steps} steps each", flush=True)
+
+    # ------------------------------------------------------------------------------------------------- Train
+    if args.tensorboard and rank == 0:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
+
+        writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
+
+    def report(step, loss, copied):
+        """Print the line of a step: the loss of this process's share, and the speed since the last line."""
+        nonlocal last_step, last_time
+        if cuda:
+            copied.synchronize()
+        now = time.perf_counter()
+        speed = (step - last_step) * args.batch_size / (now - last_time)
+        line = f"epoch {epoch} step {step}/{steps} loss {loss.item()} images/s {speed:.0f} seconds {now - start:.1f}"
+        print(line, flush=True) if bar.disable else bar.set_postfix_str(line, refresh=False)
+        last_step, last_time = step, now
+
+    start = time.perf_counter()
+    timed, train_seconds = -min(10, (args.epochs - epochs_done) * steps // 2), 0.0  # steps below 0 are warm-up
+    for epoch in range(epochs_done + 1, args.epochs + 1):
+        # [DDP 8/12] Each epoch has its own order of the images; without set_epoch() all have that of the first.
+        sampler.set_epoch(epoch)
+        # [DDP 9/12] Each rank has its own seed; with one for all, every process would crop and flip alike.
+        common.seed_everything(args.seed, epoch, rank)
+        net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
+        totals = torch.zeros(4, dtype=torch.float64, device=device)
+        train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
+        late, last_step = None, 0
+        epoch_start = clock = last_time = time.perf_counter()
+        for step, (images, labels) in enumerate(bar, 1):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            train_sum += loss.detach()
+            # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
+            if late:
+                report(*late)
+            late = None
+            if step % args.log_every == 0:
+                copy = loss.detach().to("cpu", non_blocking=True)
+                late = step, copy, torch.cuda.current_stream().record_event() if cuda else None
+            timed += 1
+            if timed == 0:
+                train_seconds, clock = 0.0, time.perf_counter()
+        if late:
+            report(*late)
+        if cuda:
+            torch.cuda.synchronize()
+        train_seconds += time.perf_counter() - clock
+        images_per_second = steps * args.batch_size / (time.perf_counter() - epoch_start)
+
+        # ------------------------------------------------------------------------------------------ Validate
+        # [DDP 10/12] BatchNorm's statistics are each process's own so far; their mean is what counts from here on.
+        for buffer in net.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= world_size
+        net.eval()
+        with torch.no_grad():
+            for images, labels in test_loader:
+                images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                    outputs = net(transform(images, train=False)).float()
+                val_sum += F.cross_entropy(outputs, labels, reduction="sum")
+                correct += (outputs.argmax(1) == labels).sum()
+                count += len(labels)
+        # [DDP 11/12] One all-reduce an epoch turns each process's own sums into those over all processes.
+        dist.all_reduce(totals)
+        train_sum, val_sum, correct, count = totals.tolist()
+        assert count == len(test_set), "each test image is counted once"
+        train_loss, val_loss, val_accuracy = train_sum / (steps * world_size), val_sum / count, correct / count
+        metrics = dict(train_loss=train_loss, val_loss=val_loss, val_accuracy=val_accuracy)
+        seconds = time.perf_counter() - epoch_start
+        print(f"epoch {epoch} {' '.join(f'{k} {v}' for k, v in metrics.items())} seconds {seconds:.2f}", flush=True)
+        if args.tensorboard and rank == 0:
+            scalars = dict(metrics, lr=scheduler.get_last_lr()[0], images_per_second=images_per_second)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, epoch)
+
+        # ---------------------------------------------------------------------------------------------- Save
+        # [DDP 12/12] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
+        if args.checkpoint and rank == 0:
+            path = Path(args.checkpoint)
+            if val_accuracy > best:
+                best = val_accuracy
+                save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
+            state = dict(arch=args.arch, image_size=args.image_size, epoch=epoch, best=best, metrics=metrics)
+            state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            save(state, path)
+
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = from_each_process(peak / 2**20)
+    result = dict(
+        script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
+        world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
+        batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
+        images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
+        seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
+        peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
+    )
+    print("RESULT", json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    nproc = args.nproc or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(train, (nproc, f"{folder}/store", args), nproc)
+    except torch.multiprocessing.ProcessExitedException as error:
+        sys.exit(error.exit_code if error.exit_code == 2 else f"{error}")
+    except KeyboardInterrupt:
+        for process in torch.multiprocessing.active_children():
+            process.terminate()
+        common.fail("interrupted; with --checkpoint FILE the same command goes on where it was", code=130)

@@ -1,0 +1,249 @@
+"""Train a ResNet on CIFAR-10 with nn.DataParallel: one process, several GPUs; on one GPU the plain baseline.
+
+    python dp_train.py
+
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three; =0: the single-GPU baseline).
+
+The one process cuts each batch into a piece per GPU, copies the network to all of them in every step, and
+collects the outputs on the first. `grep -nF '[DP' dp_train.py` prints the technique.
+"""
+
+import argparse
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import common
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = lambda message: common.fail(f"{message}; --help lists the flags")
+    add = parser.add_argument
+    add("--data-dir", metavar="DIR", default="data", help="where CIFAR-10 lies or is downloaded to (default: data)")
+    add("--synthetic", action="store_true", help="CIFAR-10-shaped images made from the seed, no download")
+    add("--limit", metavar="N", type=int, help="only the first N training images and the first N test images")
+    add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
+    add("--image-size", metavar="PIXELS", type=int, help="default: 32, or 224 with --pretrained")
+    add("--pretrained", action="store_true", help="start from torchvision's ImageNet weights")
+    add("--freeze-backbone", action="store_true", help="train only the last layer")
+    add("--epochs", metavar="N", type=int, default=30)
+    add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
+    add("--lr", type=float, help="peak learning rate (default: 0.1 for every 128 images of the batch)")
+    add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
+    add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
+    add("--compile", action="store_true", help="compile the network with torch.compile")
+    add("--seed", metavar="N", type=int, default=21)
+    add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
+    add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
+    add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
+    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    for name in ("limit", "image_size", "epochs", "batch_size", "lr", "workers", "seed", "log_every"):
+        value, least = getattr(args, name), 0 if name in ("lr", "workers", "seed") else 1
+        if value is not None and not value >= least:
+            parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
+    args.image_size = args.image_size or (224 if args.pretrained else 32)
+    if args.pretrained and args.image_size <= 64:
+        parser.error("--pretrained weights have the ImageNet stem and need --image-size 65 or more")
+    return args
+
+
+def save(state, path):
+    """Write a file whole or not at all: whatever stops this process, the old file stays as it was."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def train(args):
+    # ------------------------------------------------------------------------------------------------- Setup
+    # [DP 1/5] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
+    rank, world_size = 0, 1
+    cuda = args.device == "cuda"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    gpus = torch.cuda.device_count() if cuda else 0
+    common.seed_everything(args.seed)
+    bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    precision = args.precision or ("bf16" if bf16 else "fp32")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
+    # [DP 2/5] DataParallel starts new threads every step, and cuDNN remembers what it measured by thread: with
+    # benchmark on several GPUs, every step tries every algorithm of every convolution again.
+    torch.backends.cudnn.benchmark = gpus < 2
+
+    # -------------------------------------------------------------------------------------------------- Data
+    if args.synthetic:
+        train_set, test_set = common.synthetic_cifar10(args.seed, args.limit)
+    else:
+        train_set, test_set = common.load_cifar10(args.data_dir, args.limit)
+    if len(train_set) < args.batch_size:
+        common.fail(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images; give less")
+    loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
+    loading["persistent_workers"] = args.workers > 0
+    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
+    test_loader = DataLoader(test_set, **loading)
+    transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
+    steps = len(train_loader)
+
+    # ----------------------------------------------------------------------------------- Model and optimizer
+    net = common.build_resnet(args.arch, args.image_size, args.pretrained)
+    if args.freeze_backbone:
+        net.requires_grad_(False)
+        net.fc.requires_grad_(True)
+    net.to(device)
+    trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    lr = 0.1 * args.batch_size / 128 if args.lr is None else args.lr
+    optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
+
+    def one_cycle(step):  # up to lr over the first fifth of the run, then down to zero, both in a straight line
+        return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
+    epochs_done, best = 0, 0.0
+    if args.checkpoint and os.path.exists(args.checkpoint):
+        try:
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            if (saved["arch"], saved["image_size"]) != (args.arch, args.image_size):
+                raise ValueError(f"it has --arch {saved['arch']} --image-size {saved['image_size']}")
+            net.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            scheduler.load_state_dict(saved["scheduler"])
+            epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
+        except Exception as error:  # whatever a broken or foreign file raises
+            reason = str(error).partition("\n")[0]
+            common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
+    # [DP 3/5] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
+    model = nn.DataParallel(net) if gpus > 1 else net
+    # [DP 4/5] Its threads take over that autocast is on but not its type: without this, bf16 would be fp16 there.
+    net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, torch.bfloat16))
+    if args.compile:
+        model = torch.compile(model)
+
+    pids, backend, launcher = [os.getpid()], "none", "none"
+    device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    weights, trained = (sum(p.numel() for p in part) for part in (net.parameters(), trainable))
+    print("technique   DataParallel")
+    print(f"devices     {gpus or world_size} x {device_name}, world size {world_size}, process ids {pids}")
+    print(f"batch       {args.batch_size} images a step, {args.batch_size // world_size} per process")
+    print(f"network     {args.arch}, {precision}, {weights:,} parameters, {trained:,} of them trainable")
+    print(f"epochs      {epochs_done} done, {args.epochs - epochs_done} to come, {steps} steps each", flush=True)
+
+    # ------------------------------------------------------------------------------------------------- Train
+    if args.tensorboard and rank == 0:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
+
+        writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
+
+    def report(step, loss, copied):
+        """Print the line of a step: the loss of this process's share, and the speed since the last line."""
+        nonlocal last_step, last_time
+        if cuda:
+            copied.synchronize()
+        now = time.perf_counter()
+        speed = (step - last_step) * args.batch_size / (now - last_time)
+        line = f"epoch {epoch} step {step}/{steps} loss {loss.item()} images/s {speed:.0f} seconds {now - start:.1f}"
+        print(line, flush=True) if bar.disable else bar.set_postfix_str(line, refresh=False)
+        last_step, last_time = step, now
+
+    start = time.perf_counter()
+    timed, train_seconds = -min(10, (args.epochs - epochs_done) * steps // 2), 0.0  # steps below 0 are warm-up
+    for epoch in range(epochs_done + 1, args.epochs + 1):
+        common.seed_everything(args.seed, epoch, rank)
+        net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
+        totals = torch.zeros(4, dtype=torch.float64, device=device)
+        train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
+        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
+        late, last_step = None, 0
+        epoch_start = clock = last_time = time.perf_counter()
+        for step, (images, labels) in enumerate(bar, 1):
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            train_sum += loss.detach()
+            # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
+            if late:
+                report(*late)
+            late = None
+            if step % args.log_every == 0:
+                copy = loss.detach().to("cpu", non_blocking=True)
+                late = step, copy, torch.cuda.current_stream().record_event() if cuda else None
+            timed += 1
+            if timed == 0:
+                train_seconds, clock = 0.0, time.perf_counter()
+        if late:
+            report(*late)
+        if cuda:
+            torch.cuda.synchronize()
+        train_seconds += time.perf_counter() - clock
+        images_per_second = steps * args.batch_size / (time.perf_counter() - epoch_start)
+
+        # ------------------------------------------------------------------------------------------ Validate
+        net.eval()
+        with torch.no_grad():
+            for images, labels in test_loader:
+                images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+                    outputs = net(transform(images, train=False)).float()
+                val_sum += F.cross_entropy(outputs, labels, reduction="sum")
+                correct += (outputs.argmax(1) == labels).sum()
+                count += len(labels)
+        train_sum, val_sum, correct, count = totals.tolist()
+        assert count == len(test_set), "each test image is counted once"
+        train_loss, val_loss, val_accuracy = train_sum / (steps * world_size), val_sum / count, correct / count
+        metrics = dict(train_loss=train_loss, val_loss=val_loss, val_accuracy=val_accuracy)
+        seconds = time.perf_counter() - epoch_start
+        print(f"epoch {epoch} {' '.join(f'{k} {v}' for k, v in metrics.items())} seconds {seconds:.2f}", flush=True)
+        if args.tensorboard and rank == 0:
+            scalars = dict(metrics, lr=scheduler.get_last_lr()[0], images_per_second=images_per_second)
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, epoch)
+
+        # ---------------------------------------------------------------------------------------------- Save
+        # [DP 5/5] net is written rather than model: no "module." before the names of the weights.
+        if args.checkpoint and rank == 0:
+            path = Path(args.checkpoint)
+            if val_accuracy > best:
+                best = val_accuracy
+                save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
+            state = dict(arch=args.arch, image_size=args.image_size, epoch=epoch, best=best, metrics=metrics)
+            state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
+            save(state, path)
+
+    peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in range(gpus)]
+    peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
+    result = dict(
+        script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
+        world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
+        batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
+        images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
+        seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
+        peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
+    )
+    print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        train(parse_args())
+    except KeyboardInterrupt:
+        common.fail("interrupted; with --checkpoint FILE the same command goes on where it was", code=130)
