@@ -12,9 +12,11 @@ they are averaged over all processes. `grep -nF '[AMP' apex_amp_train.py` prints
 """
 
 import argparse
+import ctypes
 import json
 import os
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def parse_args():
     add("--freeze-backbone", action="store_true", help="train only the last layer")
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
-    add("--lr", type=float, help="peak learning rate (default: 0.1 for every 128 images of the batch)")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--compile", action="store_true", help="compile the network with torch.compile")
@@ -152,7 +154,8 @@ def train(args):
     if len(train_set) < args.batch_size:
         common.fail(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images; give less")
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    loading["persistent_workers"] = args.workers > 0
+    if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
+        loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     # [DDP 3/12] Each process trains on its own share of the images; without the sampler all read the same ones.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -171,7 +174,7 @@ def train(args):
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    lr = 0.1 * args.batch_size / 128 if args.lr is None else args.lr
+    lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
     optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
 
@@ -341,6 +344,8 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         print("One process, without torchrun; for all GPUs: torchrun --standalone --nproc-per-node=gpu", __file__)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    else:  # what torchrun starts outlives a torchrun that is killed; PR_SET_PDEATHSIG (1, Linux) ends it too
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     common.setup_for_distributed(is_master=os.environ["RANK"] == "0")
     try:
         train(parse_args())

@@ -44,7 +44,7 @@ def parse_args():
     add("--freeze-backbone", action="store_true", help="train only the last layer")
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
-    add("--lr", type=float, help="peak learning rate (default: 0.1 for every 128 images of the batch)")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
@@ -112,7 +112,8 @@ def train(local_rank, world_size, meeting_file, args):
     if len(train_set) < args.batch_size:
         common.fail(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images; give less")
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    loading["persistent_workers"] = args.workers > 0
+    if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
+        loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     # [DDP 3/12] Each process trains on its own share of the images; without the sampler all read the same ones.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -131,7 +132,7 @@ def train(local_rank, world_size, meeting_file, args):
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    lr = 0.1 * args.batch_size / 128 if args.lr is None else args.lr
+    lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
     optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
 

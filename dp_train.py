@@ -39,7 +39,7 @@ def parse_args():
     add("--freeze-backbone", action="store_true", help="train only the last layer")
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
-    add("--lr", type=float, help="peak learning rate (default: 0.1 for every 128 images of the batch)")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
@@ -94,7 +94,8 @@ def train(args):
     if len(train_set) < args.batch_size:
         common.fail(f"--batch-size {args.batch_size} is more than the {len(train_set)} training images; give less")
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    loading["persistent_workers"] = args.workers > 0
+    if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
+        loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
     transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
@@ -107,7 +108,7 @@ def train(args):
         net.fc.requires_grad_(True)
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    lr = 0.1 * args.batch_size / 128 if args.lr is None else args.lr
+    lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
     optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
 

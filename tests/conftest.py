@@ -1,0 +1,130 @@
+"""Real runs of the scripts as a user starts them: real processes, small networks, small synthetic images."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# The runs use the GPUs where there are two; what has to be equal bit for bit asks for the CPU itself.
+DEVICE = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+SMALL = ["--synthetic", "--arch", "resnet18", "--image-size", "8", "--workers", "0", "--log-every", "1"]
+SMALL += ["--limit", "61", "--batch-size", "12", "--lr", "0.02"]
+SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
+METRICS = ["train_loss", "val_loss", "val_accuracy"]
+
+
+def copy_recipe(folder, *scripts):
+    """Copy scripts and common.py, nothing else, into a new folder: what a user of the cookbook does."""
+    folder.mkdir(parents=True)
+    for name in (*scripts, "common"):
+        shutil.copy(ROOT / f"{name}.py", folder)
+    return folder
+
+
+def command(script, *flags, nproc=2, folder=ROOT):
+    """Return the command line that starts a script with `nproc` processes."""
+    path = str(folder / f"{script}.py")
+    if script == "ddp_spawn_train":
+        return [sys.executable, path, *flags, "--nproc", str(nproc)]
+    if script == "dp_train":
+        return [sys.executable, path, *flags]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", path, *flags]
+
+
+def run(arguments, cwd=None, timeout=300, **env):
+    """Run a command without a network (every download ends at a closed port) and return what it printed."""
+    env = {**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", **env}
+    return subprocess.run(arguments, cwd=cwd, timeout=timeout, env=env, capture_output=True, text=True)
+
+
+def result(finished):
+    """Return the RESULT of a run that must have ended well and printed it once."""
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == 1, finished.stdout
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds=10):
+    """Fail unless every process ends within the time."""
+    end = time.monotonic() + seconds
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.monotonic() < end, f"still running: {left}"
+        time.sleep(0.05)
+
+
+class Running:
+    """A run in a process group of its own, to be stopped in its middle."""
+
+    def __init__(self, arguments, log, cwd=None):
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(arguments, cwd=cwd, stdout=file, stderr=file, start_new_session=True)
+
+    def wait_for(self, pattern, seconds=120):
+        """Wait until the log matches; return the match."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := re.search(pattern, self.log.read_text()):
+                return found
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern} in {self.log.read_text()}")
+
+    def pids(self):
+        return [int(pid) for pid in self.wait_for(r"process ids \[(.*)\]")[1].split(", ")]
+
+    def kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start runs that the end of the test stops, whatever happened."""
+    running = []
+
+    def starter(arguments, **kwargs):
+        running.append(Running(arguments, tmp_path / f"run{len(running)}.log", **kwargs))
+        return running[-1]
+
+    yield starter
+    for one in running:
+        one.kill()
+
+
+@pytest.fixture(scope="session")
+def first_runs(tmp_path_factory):
+    """Run a script as users do, copied into their own folder and started from elsewhere; once per session."""
+    done = {}
+
+    def runner(script):
+        if script not in done:
+            top = tmp_path_factory.mktemp(script)
+            folder = copy_recipe(top / "project with a space", script)
+            flags = [*SMALL, "--epochs", "2", "--device", "cpu", "--checkpoint", str(top / "run.pt")]
+            flags += ["--tensorboard", str(top / "scalars")]
+            done[script] = run(command(script, *flags, folder=folder), cwd=top), top
+        return done[script]
+
+    return runner

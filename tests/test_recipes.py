@@ -1,0 +1,215 @@
+"""What every recipe must do, shown by runs of the scripts themselves."""
+
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+import torchvision
+from conftest import DEVICE, METRICS, ROOT, SCRIPTS, SMALL, command, copy_recipe, result, run, wait_until_gone
+
+import common
+
+KEYS = """script launcher backend device gpus world_size pids arch image_size precision batch_size epochs steps
+    images_per_second seconds_per_20_steps peak_memory_mib train_loss val_loss val_accuracy seconds""".split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_runs_from_a_copy_with_common_alone(script, first_runs):
+    finished, top = first_runs(script)
+    found = result(finished)
+    assert list(found) == KEYS
+    processes = 1 if script == "dp_train" else 2
+    assert found["script"] == f"{script}.py"
+    assert found["world_size"] == len(set(found["pids"])) == len(found["peak_memory_mib"]) == processes
+    assert found["steps"] == 2 * (61 // 12)
+    assert found["images_per_second"] == pytest.approx(20 * 12 / found["seconds_per_20_steps"])
+    assert min(found["peak_memory_mib"]) > 0
+    # The main process alone prints, and the loss falls.
+    lines = finished.stdout.splitlines()
+    assert sum(line.startswith("technique ") for line in lines) == 1
+    assert [line.split()[1:4:2] for line in lines if " step " in line] == [
+        [str(epoch), f"{step}/5"] for epoch in (1, 2) for step in range(1, 6)
+    ]
+    losses = [float(line.split()[3]) for line in lines if line.startswith("epoch") and "train_loss" in line]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert finished.stderr.count("Traceback") == 0
+    assert not list(top.glob("**/*.tmp"))
+
+
+def test_launch_and_spawn_give_the_same_losses(first_runs):
+    launch, spawn = (result(first_runs(script)[0]) for script in ("ddp_launch_train", "ddp_spawn_train"))
+    assert [launch[key] for key in METRICS] == [spawn[key] for key in METRICS]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_best_weights_load_into_a_bare_resnet(script, first_runs):
+    finished, top = first_runs(script)
+    state = torch.load(top / "run.best.pt", weights_only=True)
+    net = torchvision.models.resnet18(num_classes=10)
+    net.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    net.load_state_dict(state)
+    accuracies = [float(line.split()[7]) for line in finished.stdout.splitlines() if "val_accuracy" in line[:120]]
+    assert torch.load(top / "run.pt", weights_only=True)["best"] == max(accuracies[:2])
+
+
+def test_tensorboard_holds_the_scalars(first_runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    finished, top = first_runs("ddp_launch_train")
+    events = EventAccumulator(str(top / "scalars")).Reload()
+    assert set(events.Tags()["scalars"]) == {"train_loss", "val_loss", "val_accuracy", "lr", "images_per_second"}
+    assert [event.step for event in events.Scalars("val_loss")] == [1, 2]
+    assert events.Scalars("val_loss")[1].value == pytest.approx(result(finished)["val_loss"])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_killed_run_resumes_and_ends_like_an_unbroken_one(script, tmp_path, start, first_runs):
+    flags = [*SMALL, "--epochs", "4", "--device", "cpu", "--limit", "121"]
+    if script == "apex_amp_train":
+        flags += ["--opt-level", "O0"]
+    unbroken = result(run(command(script, *flags, "--checkpoint", str(tmp_path / "a.pt"))))
+    again = command(script, *flags, "--checkpoint", str(tmp_path / "b.pt"))
+    running = start(again)
+    pids = running.pids()
+    running.wait_for(r"epoch 2 step")
+    running.process.kill()  # the launcher alone: what it started has to end with it
+    wait_until_gone(pids)
+    finished = run(again)
+    assert any(f"epochs      {n} done, {4 - n} to come" in finished.stdout for n in (1, 2)), finished.stdout
+    resumed = result(finished)
+    assert [resumed[key] for key in METRICS] == [unbroken[key] for key in METRICS]
+    a, b = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+    assert a["scheduler"] == b["scheduler"] and a["best"] == b["best"]
+    # Started once more, with nothing left to do, it gives the same result again.
+    assert [result(run(again))[key] for key in METRICS] == [unbroken[key] for key in METRICS]
+
+
+def test_every_test_image_counts_once_on_any_number_of_processes():
+    # With nothing trained, validation over 61 images must not depend on how many processes share them.
+    flags = [*SMALL, "--epochs", "1", "--device", "cpu", "--freeze-backbone", "--lr", "0"]
+    alone = result(run(command("dp_train", *flags)))
+    for nproc in (1, 2, 3):
+        shared = result(run(command("ddp_launch_train", *flags, nproc=nproc)))
+        assert shared["world_size"] == nproc
+        assert shared["val_accuracy"] == alone["val_accuracy"]
+        assert shared["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-6)
+
+
+def test_two_processes_train_like_one_on_the_same_global_batch(tmp_path):
+    # Without BatchNorm and augmentation, in float64, the number of processes is a matter of rounding alone.
+    weights = []
+    for nproc in (1, 2):
+        folder = copy_recipe(tmp_path / str(nproc), "ddp_launch_train")
+        with open(folder / "common.py", "a") as file:
+            file.write("""
+class BatchTransform(BatchTransform):
+    def forward(self, images, train):
+        return super().forward(images, train=False).double()
+
+
+def build_resnet(arch, image_size, pretrained=False):
+    net = nn.Sequential()
+    net.conv = nn.Conv2d(3, 8, 3)
+    net.relu = nn.ReLU()
+    net.flat = nn.Flatten()
+    net.fc = nn.Linear(8 * 6 * 6, 10)
+    return net.double()
+""")
+        flags = [*SMALL, "--epochs", "2", "--device", "cpu", "--checkpoint", str(folder / "run.pt")]
+        found = result(run(command("ddp_launch_train", *flags, nproc=nproc, folder=folder)))
+        weights.append((found["train_loss"], torch.load(folder / "run.pt", weights_only=True)["model"]))
+    (loss_1, net_1), (loss_2, net_2) = weights
+    assert loss_1 == pytest.approx(loss_2, rel=1e-6)  # summed from float64 losses
+    for key, value in net_1.items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, net_2[key], rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_backbone_stays_as_it_was(tmp_path):
+    flags = [*SMALL, "--epochs", "1", "--freeze-backbone", "--checkpoint", str(tmp_path / "run.pt")]
+    finished = run(command("ddp_launch_train", *flags, "--device", "cpu"))
+    assert "5,130 of them trainable" in finished.stdout, finished.stdout + finished.stderr
+    common.seed_everything(21)
+    before = common.build_resnet("resnet18", 8).state_dict()
+    after = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    assert {key for key in before if not torch.equal(before[key], after[key])} == {"fc.weight", "fc.bias"}
+
+
+def test_pretrained_weights_are_loaded_all_but_the_last_layer(tmp_path):
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    weights = torchvision.models.ResNet18_Weights.DEFAULT
+    net = torchvision.models.resnet18()
+    torch.save(net.state_dict(), folder / weights.url.rpartition("/")[2])
+    flags = ["--pretrained", "--image-size", "65", "--freeze-backbone", "--limit", "4", "--batch-size", "2"]
+    flags += ["--epochs", "1", "--device", "cpu", "--checkpoint", str(tmp_path / "run.pt")]
+    found = result(run(command("ddp_spawn_train", *SMALL, *flags), TORCH_HOME=str(tmp_path)))
+    assert found["image_size"] == 65
+    after = torch.load(tmp_path / "run.pt", weights_only=True)["model"]
+    assert torch.equal(after["layer4.1.conv2.weight"], net.state_dict()["layer4.1.conv2.weight"])
+    assert after["fc.weight"].shape == (10, 512)
+
+
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "apex_amp_train"])
+def test_one_process_without_a_launcher(script):
+    finished = run([sys.executable, str(ROOT / f"{script}.py"), *SMALL, "--epochs", "1", "--device", "cpu"])
+    assert result(finished)["world_size"] == 1
+    assert ("torchrun --standalone --nproc-per-node=gpu" in finished.stdout) == (script != "dp_train")
+
+
+def test_the_old_launcher_works_too():
+    arguments = command("ddp_launch_train", *SMALL, "--epochs", "1", "--device", DEVICE)
+    arguments[2:4] = ["torch.distributed.launch"]
+    assert result(run(arguments))["world_size"] == 2
+
+
+@pytest.mark.parametrize("flags", [["--precision", "bf16"], ["--compile"]], ids=" ".join)
+def test_other_flags(flags):
+    if "--compile" in flags and not shutil.which("g++"):
+        pytest.skip("torch.compile needs a C++ compiler")
+    found = result(run(command("ddp_launch_train", *SMALL, "--epochs", "1", "--device", DEVICE, *flags)))
+    assert found["val_loss"] == found["val_loss"]  # not NaN
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_opt_levels(level, first_runs):
+    found = result(run(command("apex_amp_train", *SMALL, "--epochs", "1", "--device", DEVICE, "--opt-level", level)))
+    assert (found["precision"], found["backend"]) == (level, "torch")
+    if level == "O0" and DEVICE == "cpu":  # the same arithmetic as ddp_launch_train.py in fp32
+        launch = result(run(command("ddp_launch_train", *SMALL, "--epochs", "1", "--device", "cpu")))
+        assert [found[key] for key in METRICS] == [launch[key] for key in METRICS]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_interrupt_ends_every_process(script, start):
+    running = start(command(script, *SMALL, "--epochs", "1000", "--device", "cpu", "--workers", "1"))
+    pids = running.pids()
+    running.wait_for("epoch 1 step 2")
+    running.process.send_signal(signal.SIGINT)
+    running.process.wait(timeout=60)
+    assert running.process.returncode != 0
+    if script in ("dp_train", "ddp_spawn_train"):
+        assert running.process.returncode == 130
+        last = running.log.read_text().splitlines()[-1]
+        assert "interrupted; with --checkpoint FILE" in last
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
+def test_a_process_that_raises_shows_its_traceback_and_ends_the_others(script, tmp_path):
+    folder = copy_recipe(tmp_path / "project", script)
+    path = folder / f"{script}.py"
+    text = path.read_text()
+    line = "            train_sum += loss.detach()\n"
+    assert text.count(line) == 1
+    fault = "            if rank == 1 and step == 2: raise OSError('disk on fire')\n"
+    path.write_text(text.replace(line, line + fault))
+    finished = run(command(script, *SMALL, "--epochs", "1000", "--device", "cpu", folder=folder), timeout=120)
+    assert finished.returncode == 1
+    assert "OSError: disk on fire" in finished.stderr
+    pids = finished.stdout.partition("process ids [")[2].partition("]")[0].split(", ")
+    assert len(pids) == 2
+    wait_until_gone(pids)
