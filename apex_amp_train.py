@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -344,7 +345,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         print("One process, without torchrun; for all GPUs: torchrun --standalone --nproc-per-node=gpu", __file__)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    else:  # what torchrun starts outlives a torchrun that is killed; PR_SET_PDEATHSIG (1, Linux) ends it too
+    elif sys.platform == "linux":  # a torchrun that is killed leaves its processes running; PR_SET_PDEATHSIG: not these
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     common.setup_for_distributed(is_master=os.environ["RANK"] == "0")
     try:
