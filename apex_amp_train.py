@@ -220,6 +220,8 @@ def train(args):
         return [int(value) for value in row.tolist()]
 
     pids = from_each_process(os.getpid())
+    if len(set(from_each_process(epochs_done))) > 1:
+        common.fail(f"not all processes find the same {args.checkpoint}; put it on a disk that all machines share")
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
     device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
     weights, trained = (sum(p.numel() for p in part) for part in (net.parameters(), trainable))

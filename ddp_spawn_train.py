@@ -174,6 +174,8 @@ def train(local_rank, world_size, meeting_file, args):
         return [int(value) for value in row.tolist()]
 
     pids = from_each_process(os.getpid())
+    if len(set(from_each_process(epochs_done))) > 1:
+        common.fail(f"not all processes find the same {args.checkpoint}; put it on a disk that all machines share")
     launcher = "spawn"
     device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
     weights, trained = (sum(p.numel() for p in part) for part in (net.parameters(), trainable))

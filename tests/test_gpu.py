@@ -49,7 +49,7 @@ def test_data_parallel_threads_compute_in_bf16(tmp_path):
         "dp_train",
         "    model = nn.DataParallel(net) if gpus > 1 else net\n",
         "    model = nn.DataParallel(net) if gpus > 1 else net\n"
-        "    net.conv1.register_forward_hook(lambda module, inputs, output: print('TYPE', output.dtype))\n",
+        "    net.conv1.register_forward_hook(lambda module, inputs, output: print(f'TYPE {output.dtype} ', end=''))\n",
     )
     finished = run(command("dp_train", *ON_GPU, "--precision", "bf16", folder=folder))
     assert result(finished)["gpus"] == torch.cuda.device_count() == len(result(finished)["peak_memory_mib"])

@@ -1,31 +1,47 @@
 """What a user can get wrong: one sentence on stderr that names the next step, an exit code, no traceback."""
 
+import importlib
+
 import pytest
 import torch
 from conftest import SMALL, command, run
 
 ONE = ["--epochs", "1", "--device", "cpu"]
-CASES = {
-    "no data": ("dp_train", ["--device", "cpu", "--data-dir", "{tmp}/empty"], "or use --synthetic"),
-    "data folder is a file": ("dp_train", ["--device", "cpu", "--data-dir", "{tmp}/file"], "or use --synthetic"),
-    "no GPU": ("dp_train", [*SMALL, "--device", "cuda"], "use --device cpu"),
+FLAGS = {
     "unknown flag": ("dp_train", [*SMALL, "--epoch", "3"], "--help lists the flags"),
     "no number": ("ddp_spawn_train", [*SMALL, "--epochs", "many"], "--help lists the flags"),
     "negative": ("dp_train", [*SMALL, "--batch-size", "-4"], "--batch-size is -4 and must be at least 1"),
     "zero epochs": ("apex_amp_train", [*SMALL, "--epochs", "0"], "--epochs is 0 and must be at least 1"),
     "NaN": ("dp_train", [*SMALL, "--lr", "nan"], "--lr is nan and must be at least 0"),
     "unknown arch": ("dp_train", [*SMALL, "--arch", "vgg16"], "--help lists the flags"),
-    "batch over 2": ("ddp_spawn_train", [*SMALL, *ONE, "--batch-size", "13"], "12 and 14 are nearest"),
-    "batch under 2": ("ddp_spawn_train", [*SMALL, *ONE, "--batch-size", "1"], "2 and 4 are nearest"),
-    "more than the data": ("dp_train", [*SMALL, *ONE, "--batch-size", "62"], "more than the 61 training images"),
-    "weights": ("dp_train", [*SMALL, *ONE, "--pretrained", "--image-size", "224"], "or drop --pretrained"),
-    "weights and stem": ("dp_train", [*SMALL, *ONE, "--pretrained"], "--image-size 65 or more"),
-    "other arch": ("dp_train", [*SMALL, *ONE, "--checkpoint", "{tmp}/other.pt"], "it has --arch resnet50"),
-    "no checkpoint": ("ddp_spawn_train", [*SMALL, *ONE, "--checkpoint", "{tmp}/file"], "or another FILE"),
+    "weights and stem": ("ddp_launch_train", [*SMALL, *ONE, "--pretrained"], "--image-size 65 or more"),
     "SyncBN on the CPU": ("ddp_spawn_train", [*SMALL, *ONE, "--sync-bn"], "--sync-bn needs GPUs"),
     "O2": ("apex_amp_train", [*SMALL, *ONE, "--opt-level", "O2"], "use --opt-level O1"),
     "Apex": ("apex_amp_train", [*SMALL, *ONE, "--backend", "apex"], "use --backend torch"),
 }
+CASES = {
+    "no data": ("dp_train", ["--device", "cpu", "--data-dir", "{tmp}/empty"], "or use --synthetic"),
+    "data folder is a file": ("dp_train", ["--device", "cpu", "--data-dir", "{tmp}/file"], "or use --synthetic"),
+    "typo": ("dp_train", [*SMALL, "--epoch", "3"], "--help lists the flags"),
+    "no GPU": ("dp_train", [*SMALL, "--device", "cuda"], "use --device cpu"),
+    "batch over 2": ("ddp_spawn_train", [*SMALL, *ONE, "--batch-size", "13"], "12 and 14 are nearest"),
+    "batch under 2": ("ddp_spawn_train", [*SMALL, *ONE, "--batch-size", "1"], "2 and 4 are nearest"),
+    "more than the data": ("dp_train", [*SMALL, *ONE, "--batch-size", "62"], "more than the 61 training images"),
+    "weights": ("dp_train", [*SMALL, *ONE, "--pretrained", "--image-size", "224"], "or drop --pretrained"),
+    "other arch": ("dp_train", [*SMALL, *ONE, "--checkpoint", "{tmp}/other.pt"], "it has --arch resnet50"),
+    "no checkpoint": ("ddp_spawn_train", [*SMALL, *ONE, "--checkpoint", "{tmp}/file"], "or another FILE"),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_one_sentence_for_a_flag(case, monkeypatch, capsys):
+    script, flags, sentence = FLAGS[case]
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *flags])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(script).parse_args()
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"{script}.py: ") and sentence in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -34,12 +50,7 @@ def test_one_sentence(case, tmp_path):
     (tmp_path / "file").write_text("no checkpoint, no folder")
     torch.save(dict(arch="resnet50", image_size=32), tmp_path / "other.pt")
     flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
-    arguments = command("dp_train", *flags)
-    if script != "dp_train":
-        arguments = command(script, *flags)
-    if script == "apex_amp_train":
-        arguments = [arguments[0], *arguments[5:]]  # without torchrun
-    finished = run(arguments, cwd=tmp_path, TORCH_HOME=str(tmp_path / "hub"), CUDA_VISIBLE_DEVICES="")
+    finished = run(command(script, *flags), cwd=tmp_path, TORCH_HOME=str(tmp_path / "hub"), CUDA_VISIBLE_DEVICES="")
     lines = [line for line in finished.stderr.splitlines() if "SIGTERM" not in line]  # spawn() says whom it ends
     assert finished.returncode == 2, finished.stderr
     assert len(lines) == 1 and lines[0].startswith(f"{script}.py: ") and sentence in lines[0], finished.stderr
