@@ -169,12 +169,13 @@ def train(local_rank, world_size, meeting_file, args):
         model = torch.compile(model)
 
     def from_each_process(number):
-        row = torch.eye(world_size, dtype=torch.float64, device=device)[rank] * number
+        row = torch.zeros(world_size, dtype=torch.int64, device=device)
+        row[rank] = number
         dist.all_reduce(row)
-        return [int(value) for value in row.tolist()]
+        return row
 
-    pids = from_each_process(os.getpid())
-    if len(set(from_each_process(epochs_done))) > 1:
+    pids = from_each_process(os.getpid()).tolist()
+    if len(from_each_process(epochs_done).unique()) > 1:
         common.fail(f"not all processes find the same {args.checkpoint}; put it on a disk that all machines share")
     launcher = "spawn"
     device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
@@ -199,7 +200,7 @@ def train(local_rank, world_size, meeting_file, args):
             now = time.perf_counter()
         speed = (step - last_step) * args.batch_size / (now - last_time)
         line = f"epoch {epoch} step {step}/{steps} loss {loss.item()} images/s {speed:.0f} seconds {now - start:.1f}"
-        print(line, flush=True) if bar.disable else bar.set_postfix_str(line, refresh=False)
+        print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
     start = time.perf_counter()
@@ -212,8 +213,8 @@ def train(local_rank, world_size, meeting_file, args):
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
         totals = torch.zeros(4, dtype=torch.float64, device=device)
         train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
-        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
-        late, last_step = None, 0
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        late, last_step, no_bar = None, 0, bar.disable
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -281,16 +282,17 @@ def train(local_rank, world_size, meeting_file, args):
             save(state, path)
 
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = from_each_process(peak / 2**20)
+    peaks = from_each_process(peak // 2**20)
     result = dict(
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
         world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
         batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
         images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
         seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
-        peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
+        peak_memory_mib=peaks.tolist(), **metrics, seconds=time.perf_counter() - start,
     )
     print("RESULT", json.dumps(result), flush=True)
+    del model  # before its process group, and peaks after it: PyTorch 2.6 could hang here otherwise (over gloo)
     dist.destroy_process_group()
 
 

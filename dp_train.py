@@ -159,7 +159,7 @@ def train(args):
             now = time.perf_counter()
         speed = (step - last_step) * args.batch_size / (now - last_time)
         line = f"epoch {epoch} step {step}/{steps} loss {loss.item()} images/s {speed:.0f} seconds {now - start:.1f}"
-        print(line, flush=True) if bar.disable else bar.set_postfix_str(line, refresh=False)
+        print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
     start = time.perf_counter()
@@ -169,8 +169,8 @@ def train(args):
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
         totals = torch.zeros(4, dtype=torch.float64, device=device)
         train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
-        bar = tqdm(train_loader, f"epoch {epoch}", leave=False, disable=None if rank == 0 else True)
-        late, last_step = None, 0
+        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        late, last_step, no_bar = None, 0, bar.disable
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

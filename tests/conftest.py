@@ -122,7 +122,7 @@ def first_runs(tmp_path_factory):
         if script not in done:
             top = tmp_path_factory.mktemp(script)
             folder = copy_recipe(top / "project with a space", script)
-            flags = [*SMALL, "--epochs", "2", "--device", "cpu", "--checkpoint", str(top / "run.pt")]
+            flags = [*SMALL, "--epochs", "3", "--device", "cpu", "--checkpoint", str(top / "run.pt")]
             flags += ["--tensorboard", str(top / "scalars")]
             done[script] = run(command(script, *flags, folder=folder), cwd=top), top
         return done[script]
