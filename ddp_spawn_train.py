@@ -282,17 +282,18 @@ def train(local_rank, world_size, meeting_file, args):
             save(state, path)
 
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peaks = from_each_process(peak // 2**20)
+    memory = from_each_process(peak // 2**20)
+    peaks = memory.tolist()
     result = dict(
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
         world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
         batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
         images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
         seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
-        peak_memory_mib=peaks.tolist(), **metrics, seconds=time.perf_counter() - start,
+        peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
     )
     print("RESULT", json.dumps(result), flush=True)
-    del model  # before its process group, and peaks after it: PyTorch 2.6 could hang here otherwise (over gloo)
+    del model  # before its process group, and memory after it: else PyTorch 2.6 hangs here at times, over gloo
     dist.destroy_process_group()
 
 
