@@ -83,6 +83,7 @@ def parse_args():
 def save(state, path):
     """Write a file whole or not at all: whatever stops this process, the old file stays as it was."""
     temporary = Path(f"{path}.tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         torch.save(state, temporary)
         os.replace(temporary, path)
@@ -215,6 +216,7 @@ def train(args):
         model = torch.compile(model)
 
     def from_each_process(number):
+        """Return the number that each process gives, on every process: int64 (world_size,)."""
         row = torch.zeros(world_size, dtype=torch.int64, device=device)
         row[rank] = number
         dist.all_reduce(row)

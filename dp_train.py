@@ -64,6 +64,7 @@ def parse_args():
 def save(state, path):
     """Write a file whole or not at all: whatever stops this process, the old file stays as it was."""
     temporary = Path(f"{path}.tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         torch.save(state, temporary)
         os.replace(temporary, path)
@@ -133,7 +134,9 @@ def train(args):
     model = nn.DataParallel(net) if gpus > 1 else net
     # [DP 4/5] Its threads take over that autocast is on but not its type: without this, bf16 would be fp16 there.
     net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, torch.bfloat16))
-    if args.compile:
+    if args.compile and gpus > 1:
+        print("--compile is left out: torch.compile does nothing for nn.DataParallel; ddp_launch_train.py compiles")
+    elif args.compile:
         model = torch.compile(model)
 
     pids, backend, launcher = [os.getpid()], "none", "none"

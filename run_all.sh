@@ -28,20 +28,6 @@ find_python() {
   printf '%s\n' .venv/bin/python
 }
 
-# flag_value FLAG DEFAULT ARGUMENT...: print what the arguments give for FLAG.
-flag_value() {
-  local flag=$1 value=$2
-  shift 2
-  while (($#)); do
-    case $1 in
-      "$flag") value=${2-} ;;
-      "$flag="*) value=${1#*=} ;;
-    esac
-    shift
-  done
-  printf '%s\n' "$value"
-}
-
 # run NAME COMMAND...: run one recipe, show it, keep its log.
 run() {
   local name=$1
@@ -83,6 +69,10 @@ PY
 }
 
 main() {
+  if [[ ${1-} == -h || ${1-} == --help ]]; then
+    sed -n '2,/^set/s/^# \{0,1\}//p' run_all.sh
+    exit 0
+  fi
   if [[ ${1-} == test ]]; then
     shift
     python=$(find_python tests/requirements.txt torch torchvision tqdm tensorboard pytest ruff) || exit 1
@@ -93,15 +83,20 @@ main() {
 
   python=$(find_python requirements.txt torch torchvision tqdm) || exit 1
   local launch=(env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone)
-  local gpus flags=() notes=() rows=() baseline=one_gpu first=${CUDA_VISIBLE_DEVICES-0} level
+  local settings gpus synthetic data_dir level
+  local flags=() notes=() rows=() baseline=one_gpu first=${CUDA_VISIBLE_DEVICES-0}
+  # The recipes' own parser reads the flags, so that a typo ends here and not seven times.
+  settings=$("$python" -c 'if True:
+    import sys, torch, dp_train
+    sys.argv[0] = "run_all.sh"
+    args = dp_train.parse_args()
+    if args.checkpoint or args.tensorboard:
+        dp_train.common.fail("--checkpoint and --tensorboard are for one recipe; give them to its script")
+    print(torch.cuda.device_count() if args.device == "cuda" else 0, args.synthetic, args.data_dir)' "$@") || exit 2
+  read -r gpus synthetic data_dir <<<"$settings"
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs so far are in $logs"; exit 130' INT
-
-  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 1
-  if [[ $(flag_value --device '' "$@") == cpu ]]; then
-    gpus=0
-  fi
   if ((gpus)); then
     launch+=(--nproc-per-node=gpu)
   else
@@ -112,9 +107,7 @@ main() {
     notes+=("No GPU: two processes on the CPU and a few images. This shows that all runs, not how fast it is.")
   fi
   flags+=("$@")
-  if [[ " $* " != *' --synthetic '* ]]; then
-    local data_dir
-    data_dir=$(flag_value --data-dir data "$@")
+  if [[ $synthetic == False ]]; then
     if ! "$python" -c 'import sys, common; common.load_cifar10(sys.argv[1])' "$data_dir" 2>"$logs/data.log"; then
       notes+=("Synthetic images, since there is $(tail -n 1 "$logs/data.log" | sed 's/^-c: //')")
       flags+=(--synthetic)

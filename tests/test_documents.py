@@ -29,7 +29,7 @@ def test_numbered_comments_have_no_gap(script):
 @pytest.mark.parametrize(
     ("one", "other", "most"),
     [
-        ("dp_train", "ddp_launch_train", 118),
+        ("dp_train", "ddp_launch_train", 122),
         ("ddp_launch_train", "ddp_spawn_train", 56),
         ("ddp_launch_train", "apex_amp_train", 90),
     ],
