@@ -141,7 +141,7 @@ def setup_for_distributed(is_master):
 def fail(sentence, code=2):
     """End the process over something that the user can mend: one sentence on stderr, no traceback."""
     if not _is_master:
-        time.sleep(5)  # what all processes meet, the main process says; its end then ends this one
+        time.sleep(9)  # what all processes meet, the main process says; its end then ends this one
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: {sentence}\n")
     sys.exit(code)
 
