@@ -352,7 +352,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         print("One process, without torchrun; for all GPUs: torchrun --standalone --nproc-per-node=gpu", __file__)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    elif sys.platform == "linux":  # a torchrun that is killed leaves its processes running; PR_SET_PDEATHSIG: not these
+    elif sys.platform == "linux":  # else these processes outlive a torchrun that is killed; 1: PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     common.setup_for_distributed(is_master=os.environ["RANK"] == "0")
     try:

@@ -67,7 +67,7 @@ class BatchTransform(nn.Module):
 
     From uint8 (n, 32, 32, 3) to normalised float32 (n, 3, size, size) in channels_last memory. With
     `train=True` every image gets its own random crop (up to 4 pixels off, mirrored at the border) and
-    flip. For a whole batch on a GPU this takes about as long as one image takes on a CPU.
+    flip.
     """
 
     def __init__(self, size, pretrained=False):
