@@ -2,23 +2,26 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --opt-level O1
 
-takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). The levels are NVIDIA Apex's:
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). `grep -nF '# ['` on this file
+prints its technique, step by step.
+The levels are NVIDIA Apex's:
 
     O0  float32 throughout                      O2  float16 weights with float32 master copies
     O1  float16 where it is safe (autocast)     O3  float16 throughout
 
 Every process has the whole network and its own share of each batch; while the gradients are being computed,
-they are averaged over all processes. `grep -nF '[AMP' apex_amp_train.py` prints what mixed precision adds.
+they are averaged over all processes.
 """
 
 import argparse
-import ctypes
+import contextlib
+import importlib.util
 import json
 import os
 import resource
 import signal
-import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -49,6 +52,7 @@ def parse_args():
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
+    add("--clip-grad", metavar="NORM", type=float, help="clip the gradients to this norm (default: do not)")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--compile", action="store_true", help="compile the network with torch.compile")
@@ -62,9 +66,9 @@ def parse_args():
     add("--ddp", choices=["torch", "apex"], default="torch", help="whose DistributedDataParallel (default: torch)")
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch passes it
     args = parser.parse_args()
-    for name in ("limit", "image_size", "epochs", "batch_size", "lr", "workers", "seed", "log_every"):
-        value, least = getattr(args, name), 0 if name in ("lr", "workers", "seed") else 1
-        if value is not None and not value >= least:
+    for name, value in vars(args).items():
+        least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
+        if type(value) in (int, float) and not value >= least:
             parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
@@ -73,11 +77,38 @@ def parse_args():
         parser.error("--pretrained weights have the ImageNet stem and need --image-size 65 or more")
     if args.sync_bn and args.device == "cpu":
         parser.error("--sync-bn needs GPUs; leave it out on the CPU")
-    if "apex" in (args.backend, args.ddp):
-        parser.error("NVIDIA Apex itself is not supported yet; use --backend torch --ddp torch")
-    if args.opt_level == "O2":
-        parser.error("O2 keeps float32 copies of float16 weights and has no equivalent in PyTorch; use --opt-level O1")
+    args.reason = "chosen"
+    if args.backend == "auto" or "apex" in (args.backend, args.ddp):
+        missing = why_not_apex(args.device)
+        if missing and "apex" in (args.backend, args.ddp):
+            parser.error(f"{missing}; install Apex's tag 25.04 as README says, or use --backend torch --ddp torch")
+        if args.backend == "auto":
+            args.backend, args.reason = ("torch", missing) if missing else ("apex", "it is here, and a GPU too")
+    if args.backend == "torch" and args.opt_level == "O2":
+        parser.error("O2 (float16 weights with float32 copies) is Apex's alone; use --opt-level O1 in PyTorch")
+    if args.backend == "apex" and args.opt_level == "O2" and args.sync_bn and not importlib.util.find_spec("syncbn"):
+        parser.error("--sync-bn with O2 needs Apex built with --cuda_ext; use --opt-level O1 or --backend torch")
     return args
+
+
+def why_not_apex(device):
+    """Import NVIDIA Apex; return None, or why it cannot be used here."""
+    global apex
+    if device == "cpu":
+        return "NVIDIA Apex needs a GPU"
+    try:
+        import apex.amp
+        import apex.parallel
+    except Exception as error:  # the unrelated package of the same name raises all kinds
+        spec = importlib.util.find_spec("apex")
+        parts = {name for folder in spec.submodule_search_locations for name in os.listdir(folder)} if spec else {}
+        if not parts:
+            return "NVIDIA Apex is not installed"
+        if "amp" in parts:
+            return f"NVIDIA Apex cannot be imported ({error})"
+        if "normalization" in parts:
+            return "this NVIDIA Apex is too new: amp and parallel left it after tag 25.04"
+        return "the installed apex is not NVIDIA's but another package of that name"
 
 
 def save(state, path):
@@ -91,19 +122,64 @@ def save(state, path):
         temporary.unlink(missing_ok=True)
 
 
+class ApexAmp:
+    """Mixed precision by NVIDIA Apex; below, call for call, what it became in PyTorch."""
+
+    def __init__(self, opt_level, device):
+        self.opt_level = opt_level
+        warnings.filterwarnings("ignore", "apex", FutureWarning)  # it is deprecated: see README
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # only if Apex skips the first step
+
+    def convert_sync_batchnorm(self, net):
+        return apex.parallel.convert_syncbn_model(net)
+
+    def initialize(self, net, optimizer):
+        # [AMP 1/9] Apex changes net, optimizer and, for O1, PyTorch's own functions: nothing to do around forward.
+        return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
+
+    def autocast(self):
+        return contextlib.nullcontext()
+
+    def backward(self, loss, optimizer):
+        # [AMP 2/9] Small gradients vanish in float16: the loss is multiplied, and on leaving the gradients divided.
+        with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def clip(self, optimizer, norm):
+        # [AMP 3/9] In O2 the optimizer's weights are float32 copies; the gradients of net's own are still scaled.
+        nn.utils.clip_grad_norm_(list(apex.amp.master_params(optimizer)), norm)
+
+    def step(self, optimizer):
+        optimizer.step()
+
+    def state_dict(self, optimizer):
+        # [AMP 4/9] Apex saves its scale alone; O2's float32 weights would come back rounded to float16.
+        masters = [parameter.detach() for parameter in apex.amp.master_params(optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state, optimizer):
+        optimizer._amp_lazy_init()  # makes O2's float32 copies now rather than in the first backward
+        for parameter, saved in zip(apex.amp.master_params(optimizer), state["masters"], strict=True):
+            parameter.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
+
+
 class TorchAmp:
-    """What Apex's opt levels became in PyTorch itself."""
+    """The same calls in PyTorch itself."""
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
-        # [AMP 1/6] Small gradients vanish in float16; the scaler multiplies the loss and divides the gradients.
         self.scaler = torch.amp.GradScaler(device.type, enabled=opt_level == "O1")
+
+    def convert_sync_batchnorm(self, net):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
     def initialize(self, net, optimizer):
         if self.opt_level == "O3":
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
-        # [AMP 2/6] A first step that overflows is skipped; fused SGD would then go on from momentum never written.
+            net.register_forward_hook(lambda module, inputs, output: output.float())
+        # [AMP 5/9] A first step that overflows is skipped; fused SGD would then go on from momentum never written.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -115,14 +191,18 @@ class TorchAmp:
     def backward(self, loss, optimizer):
         self.scaler.scale(loss).backward()
 
+    def clip(self, optimizer, norm):
+        self.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
+
     def step(self, optimizer):
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def state_dict(self):
+    def state_dict(self, optimizer):
         return self.scaler.state_dict()
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state, optimizer):
         self.scaler.load_state_dict(state)
 
 
@@ -130,10 +210,11 @@ class TorchAmp:
 def train(args):
     # ------------------------------------------------------------------------------------------------- Setup
     # [DDP 1/12] torchrun starts this file once per GPU and tells each process, in its environment, who it is.
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in names)
     cuda = args.device == "cuda"
-    if cuda and (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > torch.cuda.device_count():
-        common.fail(f"{here} processes and {torch.cuda.device_count()} GPUs here; start one process per GPU")
+    if cuda and local_world_size > (found := torch.cuda.device_count()):
+        common.fail(f"{local_world_size} processes and {found} GPUs here; start one process per GPU")
     if args.batch_size % world_size:
         less = max(args.batch_size // world_size, 1) * world_size
         common.fail(f"--batch-size must divide by {world_size} processes; {less} and {less + world_size} are nearest")
@@ -141,9 +222,9 @@ def train(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, os.cpu_count() // world_size))
-    gpus = world_size if cuda else 0
+    torch.set_num_threads(max(1, os.cpu_count() // world_size))
+    own_gpus = [local_rank] if cuda else []
+    gpus = len(own_gpus) * world_size
     common.seed_everything(args.seed)
     precision = args.opt_level
     torch.backends.cudnn.benchmark = True
@@ -167,36 +248,38 @@ def train(args):
     steps = len(train_loader)
 
     # ----------------------------------------------------------------------------------- Model and optimizer
+    # [AMP 6/9] The same calls to either: the loop below does not know which of the two it has.
+    amp = {"apex": ApexAmp, "torch": TorchAmp}[args.backend](args.opt_level, device)
     net = common.build_resnet(args.arch, args.image_size, args.pretrained)
     # [DDP 5/12] Freeze and convert layers before wrapping: DDP notes only then which gradients it has to average.
     if args.freeze_backbone:
         net.requires_grad_(False)
         net.fc.requires_grad_(True)
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        net = amp.convert_sync_batchnorm(net)
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
     lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
     optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    # [AMP 7/9] After the optimizer and before the wrapper: both must see the weights in their final type.
+    net, optimizer = amp.initialize(net, optimizer)
     total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
 
     def one_cycle(step):  # up to lr over the first fifth of the run, then down to zero, both in a straight line
         return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
-    # [AMP 3/6] After the optimizer and before the wrapper: both must see the weights in their final type.
-    amp = TorchAmp(args.opt_level, device)
-    net, optimizer = amp.initialize(net, optimizer)
-    epochs_done, best = 0, 0.0
+    epochs_done, best, kind = 0, 0.0, dict(arch=args.arch, image_size=args.image_size)
+    kind |= dict(opt_level=args.opt_level, backend=args.backend)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-            if (saved["arch"], saved["image_size"]) != (args.arch, args.image_size):
-                raise ValueError(f"it has --arch {saved['arch']} --image-size {saved['image_size']}")
+            if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
+                raise ValueError(f"it has {' '.join(differs)}")
             net.load_state_dict(saved["model"])
+            amp.load_state_dict(saved["amp"], optimizer)
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
-            amp.load_state_dict(saved["amp"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
         except Exception as error:  # whatever a broken or foreign file raises
             reason = str(error).partition("\n")[0]
@@ -204,31 +287,25 @@ def train(args):
     # [DDP 6/12] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device if cuda else None)
-    # [DDP 7/12] The wrapper copies rank 0's weights to all, and averages the gradients while backward() runs.
-    model = DistributedDataParallel(
-        net,
-        device_ids=[local_rank] if cuda else None,
-        gradient_as_bucket_view=True,  # gradients lie where they are averaged, which saves a copy of them all
-        static_graph=True,  # every step uses the same parameters
-    )
-    model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
+    # [DDP 7/12] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
+    if args.ddp == "apex":
+        model = apex.parallel.DistributedDataParallel(net)
+    else:
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
     if args.compile:
         model = torch.compile(model)
 
-    def from_each_process(number):
-        """Return the number that each process gives, on every process: int64 (world_size,)."""
-        row = torch.zeros(world_size, dtype=torch.int64, device=device)
-        row[rank] = number
-        dist.all_reduce(row)
-        return row
-
-    pids = from_each_process(os.getpid()).tolist()
-    if len(from_each_process(epochs_done).unique()) > 1:
+    everyone = torch.empty(world_size, 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(everyone, torch.tensor([[os.getpid(), epochs_done]], device=device))
+    pids, all_epochs_done = everyone.T.tolist()
+    if len(set(all_epochs_done)) > 1:
         common.fail(f"not all processes find the same {args.checkpoint}; put it on a disk that all machines share")
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "none"
     device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
     weights, trained = (sum(p.numel() for p in part) for part in (net.parameters(), trainable))
-    print(f"technique   torch.amp {args.opt_level}, without Apex; DDP ({backend}), launcher {launcher}")
+    print(f"technique   mixed precision {args.opt_level} by {args.backend} ({args.reason})")
+    print(f"            DistributedDataParallel of {args.ddp} ({backend}), launcher {launcher}")
     print(f"devices     {gpus or world_size} x {device_name}, world size {world_size}, process ids {pids}")
     print(f"batch       {args.batch_size} images a step, {args.batch_size // world_size} per process")
     print(f"network     {args.arch}, {precision}, {weights:,} parameters, {trained:,} of them trainable")
@@ -266,15 +343,17 @@ def train(args):
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            # [AMP 4/6] Forward and loss run in the types that the level chooses, operation by operation in O1.
+            # [AMP 8/9] Forward and loss run in the types that the level chooses, operation by operation in O1.
             with amp.autocast():
                 loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
-            optimizer.zero_grad()
-            # [AMP 5/6] The scaled loss goes backward, and a step whose gradients overflowed is skipped.
+            net.zero_grad()
+            # [AMP 9/9] The scaled loss goes backward, and a step whose gradients overflowed is skipped.
             amp.backward(loss, optimizer)
+            if args.clip_grad:
+                amp.clip(optimizer, args.clip_grad)
             amp.step(optimizer)
             scheduler.step()
-            train_sum += loss.detach()
+            train_sum.add_(loss.detach())
             # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
             if late:
                 report(*late)
@@ -294,19 +373,17 @@ def train(args):
 
         # ------------------------------------------------------------------------------------------ Validate
         # [DDP 10/12] BatchNorm's statistics are each process's own so far; their mean is what counts from here on.
-        for buffer in net.buffers():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer /= world_size
+        for buffer in filter(torch.is_floating_point, net.buffers()):
+            dist.all_reduce(buffer.div_(world_size))
         net.eval()
         with torch.no_grad():
             for images, labels in test_loader:
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 with amp.autocast():
                     outputs = net(transform(images, train=False)).float()
-                val_sum += F.cross_entropy(outputs, labels, reduction="sum")
-                correct += (outputs.argmax(1) == labels).sum()
-                count += len(labels)
+                val_sum.add_(F.cross_entropy(outputs, labels, reduction="sum"))
+                correct.add_((outputs.argmax(1) == labels).sum())
+                count.add_(len(labels))
         # [DDP 11/12] One all-reduce an epoch turns each process's own sums into those over all processes.
         dist.all_reduce(totals)
         train_sum, val_sum, correct, count = totals.tolist()
@@ -327,33 +404,34 @@ def train(args):
             if val_accuracy > best:
                 best = val_accuracy
                 save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
-            state = dict(arch=args.arch, image_size=args.image_size, epoch=epoch, best=best, metrics=metrics)
+            state = dict(kind, epoch=epoch, best=best, metrics=metrics)
             state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
-            # [AMP 6/6] The scale took many steps to find, and belongs to the checkpoint.
-            save(state | dict(amp=amp.state_dict()), path)
+            save(state | dict(amp=amp.state_dict(optimizer)), path)
 
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = from_each_process(peak // 2**20)
-    peaks = memory.tolist()
+    peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in own_gpus]
+    peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
+    dist.all_gather_into_tensor(everyone, torch.tensor([peaks + [0]], device=device))
+    peaks = everyone[:, 0].tolist()
     result = dict(
-        script=Path(__file__).name, launcher=launcher, backend="torch", device=args.device, gpus=gpus,
+        script=Path(__file__).name, launcher=launcher, backend=args.backend, device=args.device, gpus=gpus,
         world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
         batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
         images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
         seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
-        peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
+        peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start, ddp=args.ddp,
     )
     print("RESULT", json.dumps(result), flush=True)
-    del model  # before its process group, and memory after it: else PyTorch 2.6 hangs here at times, over gloo
+    del model  # before its process group, and everyone after it: else PyTorch 2.6 hangs here at times, over gloo
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         print("One process, without torchrun; for all GPUs: torchrun --standalone --nproc-per-node=gpu", __file__)
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    elif sys.platform == "linux":  # else these processes outlive a torchrun that is killed; 1: PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    else:  # these processes end with a torchrun that is killed
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)
     common.setup_for_distributed(is_master=os.environ["RANK"] == "0")
     try:
         train(parse_args())

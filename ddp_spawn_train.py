@@ -2,11 +2,11 @@
 
     python ddp_spawn_train.py
 
-takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). No launcher, one machine:
-for a function that another program or a notebook calls.
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). `grep -nF '# ['` on this file
+prints its technique, step by step.
 
 Every process has the whole network and its own share of each batch; while the gradients are being computed,
-they are averaged over all processes. `grep -nF '[DDP' ddp_spawn_train.py` prints the technique.
+they are averaged over all processes. No launcher: for a function that a notebook or another program calls.
 """
 
 import argparse
@@ -45,6 +45,7 @@ def parse_args():
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
+    add("--clip-grad", metavar="NORM", type=float, help="clip the gradients to this norm (default: do not)")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
@@ -56,9 +57,9 @@ def parse_args():
     add("--sync-bn", action="store_true", help="BatchNorm over the whole batch, not over each process's share")
     add("--nproc", metavar="N", type=int, help="processes (default: one per visible GPU; 2 on the CPU)")
     args = parser.parse_args()
-    for name in ("limit", "image_size", "epochs", "batch_size", "lr", "workers", "seed", "log_every", "nproc"):
-        value, least = getattr(args, name), 0 if name in ("lr", "workers", "seed") else 1
-        if value is not None and not value >= least:
+    for name, value in vars(args).items():
+        least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
+        if type(value) in (int, float) and not value >= least:
             parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
@@ -84,11 +85,11 @@ def save(state, path):
 def train(local_rank, world_size, meeting_file, args):
     # ------------------------------------------------------------------------------------------------- Setup
     # [DDP 1/12] spawn() starts this function once per GPU and counts: on one machine the count is the rank, too.
-    rank, here = local_rank, world_size
+    rank, local_world_size = local_rank, world_size
     common.setup_for_distributed(is_master=rank == 0)
     cuda = args.device == "cuda"
-    if cuda and here > torch.cuda.device_count():
-        common.fail(f"{here} processes and {torch.cuda.device_count()} GPUs here; start one process per GPU")
+    if cuda and local_world_size > (found := torch.cuda.device_count()):
+        common.fail(f"{local_world_size} processes and {found} GPUs here; start one process per GPU")
     if args.batch_size % world_size:
         less = max(args.batch_size // world_size, 1) * world_size
         common.fail(f"--batch-size must divide by {world_size} processes; {less} and {less + world_size} are nearest")
@@ -96,9 +97,9 @@ def train(local_rank, world_size, meeting_file, args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, os.cpu_count() // world_size))
-    gpus = world_size if cuda else 0
+    torch.set_num_threads(max(1, os.cpu_count() // world_size))
+    own_gpus = [local_rank] if cuda else []
+    gpus = len(own_gpus) * world_size
     common.seed_everything(args.seed)
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = args.precision or ("bf16" if bf16 else "fp32")
@@ -141,12 +142,12 @@ def train(local_rank, world_size, meeting_file, args):
         return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
-    epochs_done, best = 0, 0.0
+    epochs_done, best, kind = 0, 0.0, dict(arch=args.arch, image_size=args.image_size)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-            if (saved["arch"], saved["image_size"]) != (args.arch, args.image_size):
-                raise ValueError(f"it has --arch {saved['arch']} --image-size {saved['image_size']}")
+            if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
+                raise ValueError(f"it has {' '.join(differs)}")
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
@@ -156,28 +157,18 @@ def train(local_rank, world_size, meeting_file, args):
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     # [DDP 6/12] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
-    store = dist.FileStore(meeting_file, world_size)
-    dist.init_process_group(backend, None, None, world_size, rank, store, device_id=device if cuda else None)
-    # [DDP 7/12] The wrapper copies rank 0's weights to all, and averages the gradients while backward() runs.
-    model = DistributedDataParallel(
-        net,
-        device_ids=[local_rank] if cuda else None,
-        gradient_as_bucket_view=True,  # gradients lie where they are averaged, which saves a copy of them all
-        static_graph=True,  # every step uses the same parameters
-    )
+    meeting = f"file://{meeting_file}"  # not a port, that another program could have
+    dist.init_process_group(backend, meeting, rank=rank, world_size=world_size, device_id=device if cuda else None)
+    # [DDP 7/12] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
     if args.compile:
         model = torch.compile(model)
 
-    def from_each_process(number):
-        """Return the number that each process gives, on every process: int64 (world_size,)."""
-        row = torch.zeros(world_size, dtype=torch.int64, device=device)
-        row[rank] = number
-        dist.all_reduce(row)
-        return row
-
-    pids = from_each_process(os.getpid()).tolist()
-    if len(from_each_process(epochs_done).unique()) > 1:
+    everyone = torch.empty(world_size, 2, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(everyone, torch.tensor([[os.getpid(), epochs_done]], device=device))
+    pids, all_epochs_done = everyone.T.tolist()
+    if len(set(all_epochs_done)) > 1:
         common.fail(f"not all processes find the same {args.checkpoint}; put it on a disk that all machines share")
     launcher = "spawn"
     device_name = torch.cuda.get_device_name(device) if cuda else "cpu"
@@ -222,11 +213,13 @@ def train(local_rank, world_size, meeting_file, args):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
-            optimizer.zero_grad()
+            net.zero_grad()
             loss.backward()
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(trainable, args.clip_grad)
             optimizer.step()
             scheduler.step()
-            train_sum += loss.detach()
+            train_sum.add_(loss.detach())
             # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
             if late:
                 report(*late)
@@ -246,19 +239,17 @@ def train(local_rank, world_size, meeting_file, args):
 
         # ------------------------------------------------------------------------------------------ Validate
         # [DDP 10/12] BatchNorm's statistics are each process's own so far; their mean is what counts from here on.
-        for buffer in net.buffers():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer)
-                buffer /= world_size
+        for buffer in filter(torch.is_floating_point, net.buffers()):
+            dist.all_reduce(buffer.div_(world_size))
         net.eval()
         with torch.no_grad():
             for images, labels in test_loader:
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                     outputs = net(transform(images, train=False)).float()
-                val_sum += F.cross_entropy(outputs, labels, reduction="sum")
-                correct += (outputs.argmax(1) == labels).sum()
-                count += len(labels)
+                val_sum.add_(F.cross_entropy(outputs, labels, reduction="sum"))
+                correct.add_((outputs.argmax(1) == labels).sum())
+                count.add_(len(labels))
         # [DDP 11/12] One all-reduce an epoch turns each process's own sums into those over all processes.
         dist.all_reduce(totals)
         train_sum, val_sum, correct, count = totals.tolist()
@@ -279,13 +270,14 @@ def train(local_rank, world_size, meeting_file, args):
             if val_accuracy > best:
                 best = val_accuracy
                 save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
-            state = dict(arch=args.arch, image_size=args.image_size, epoch=epoch, best=best, metrics=metrics)
+            state = dict(kind, epoch=epoch, best=best, metrics=metrics)
             state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
             save(state, path)
 
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = from_each_process(peak // 2**20)
-    peaks = memory.tolist()
+    peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in own_gpus]
+    peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
+    dist.all_gather_into_tensor(everyone, torch.tensor([peaks + [0]], device=device))
+    peaks = everyone[:, 0].tolist()
     result = dict(
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
         world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
@@ -295,7 +287,7 @@ def train(local_rank, world_size, meeting_file, args):
         peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
     )
     print("RESULT", json.dumps(result), flush=True)
-    del model  # before its process group, and memory after it: else PyTorch 2.6 hangs here at times, over gloo
+    del model  # before its process group, and everyone after it: else PyTorch 2.6 hangs here at times, over gloo
     dist.destroy_process_group()
 
 

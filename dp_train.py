@@ -2,10 +2,11 @@
 
     python dp_train.py
 
-takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three; =0: the single-GPU baseline).
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). `grep -nF '# ['` on this file
+prints its technique, step by step.
 
 The one process cuts each batch into a piece per GPU, copies the network to all of them in every step, and
-collects the outputs on the first. `grep -nF '[DP' dp_train.py` prints the technique.
+collects the outputs on the first.
 """
 
 import argparse
@@ -40,6 +41,7 @@ def parse_args():
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
+    add("--clip-grad", metavar="NORM", type=float, help="clip the gradients to this norm (default: do not)")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
@@ -49,9 +51,9 @@ def parse_args():
     add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    for name in ("limit", "image_size", "epochs", "batch_size", "lr", "workers", "seed", "log_every"):
-        value, least = getattr(args, name), 0 if name in ("lr", "workers", "seed") else 1
-        if value is not None and not value >= least:
+    for name, value in vars(args).items():
+        least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
+        if type(value) in (int, float) and not value >= least:
             parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
@@ -75,10 +77,14 @@ def save(state, path):
 def train(args):
     # ------------------------------------------------------------------------------------------------- Setup
     # [DP 1/5] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
-    rank, world_size = 0, 1
+    rank, local_rank, world_size = 0, 0, 1
     cuda = args.device == "cuda"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    gpus = torch.cuda.device_count() if cuda else 0
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, os.cpu_count() // world_size))
+    own_gpus = list(range(torch.cuda.device_count())) if cuda else []
+    gpus = len(own_gpus) * world_size
     common.seed_everything(args.seed)
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = args.precision or ("bf16" if bf16 else "fp32")
@@ -117,12 +123,12 @@ def train(args):
         return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
-    epochs_done, best = 0, 0.0
+    epochs_done, best, kind = 0, 0.0, dict(arch=args.arch, image_size=args.image_size)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-            if (saved["arch"], saved["image_size"]) != (args.arch, args.image_size):
-                raise ValueError(f"it has --arch {saved['arch']} --image-size {saved['image_size']}")
+            if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
+                raise ValueError(f"it has {' '.join(differs)}")
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
@@ -179,11 +185,13 @@ def train(args):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                 loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
-            optimizer.zero_grad()
+            net.zero_grad()
             loss.backward()
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(trainable, args.clip_grad)
             optimizer.step()
             scheduler.step()
-            train_sum += loss.detach()
+            train_sum.add_(loss.detach())
             # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
             if late:
                 report(*late)
@@ -208,9 +216,9 @@ def train(args):
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
                     outputs = net(transform(images, train=False)).float()
-                val_sum += F.cross_entropy(outputs, labels, reduction="sum")
-                correct += (outputs.argmax(1) == labels).sum()
-                count += len(labels)
+                val_sum.add_(F.cross_entropy(outputs, labels, reduction="sum"))
+                correct.add_((outputs.argmax(1) == labels).sum())
+                count.add_(len(labels))
         train_sum, val_sum, correct, count = totals.tolist()
         assert count == len(test_set), "each test image is counted once"
         train_loss, val_loss, val_accuracy = train_sum / (steps * world_size), val_sum / count, correct / count
@@ -229,11 +237,11 @@ def train(args):
             if val_accuracy > best:
                 best = val_accuracy
                 save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
-            state = dict(arch=args.arch, image_size=args.image_size, epoch=epoch, best=best, metrics=metrics)
+            state = dict(kind, epoch=epoch, best=best, metrics=metrics)
             state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
             save(state, path)
 
-    peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in range(gpus)]
+    peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in own_gpus]
     peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
     result = dict(
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
