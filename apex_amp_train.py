@@ -94,8 +94,6 @@ def parse_args():
 def why_not_apex(device):
     """Import NVIDIA Apex; return None, or why it cannot be used here."""
     global apex
-    if device == "cpu":
-        return "NVIDIA Apex needs a GPU"
     try:
         import apex.amp
         import apex.parallel
@@ -109,6 +107,7 @@ def why_not_apex(device):
         if "normalization" in parts:
             return "this NVIDIA Apex is too new: amp and parallel left it after tag 25.04"
         return "the installed apex is not NVIDIA's but another package of that name"
+    return None if device == "cuda" else "NVIDIA Apex needs a GPU"
 
 
 def save(state, path):

@@ -83,7 +83,7 @@ main() {
 
   python=$(find_python requirements.txt torch torchvision tqdm) || exit 1
   local launch=(env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone)
-  local settings gpus synthetic data_dir level
+  local settings gpus apex synthetic data_dir level ddp amp=(apex_amp_train.py --backend)
   local flags=() notes=() rows=() baseline=one_gpu first=${CUDA_VISIBLE_DEVICES-0}
   # The recipes' own parser reads the flags, so that a typo ends here and not seven times.
   settings=$("$python" -c 'if True:
@@ -92,8 +92,10 @@ main() {
     args = dp_train.parse_args()
     if args.checkpoint or args.tensorboard:
         dp_train.common.fail("--checkpoint and --tensorboard are for one recipe; give them to its script")
-    print(torch.cuda.device_count() if args.device == "cuda" else 0, args.synthetic, args.data_dir)' "$@") || exit 2
-  read -r gpus synthetic data_dir <<<"$settings"
+    import apex_amp_train
+    apex = apex_amp_train.why_not_apex(args.device) is None
+    print(torch.cuda.device_count() if args.device == "cuda" else 0, apex, args.synthetic, args.data_dir)' "$@") || exit 2
+  read -r gpus apex synthetic data_dir < <(tail -n 1 <<<"$settings")
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs so far are in $logs"; exit 130' INT
@@ -119,8 +121,15 @@ main() {
   run dp "$python" dp_train.py "${flags[@]}"
   run ddp_launch "${launch[@]}" ddp_launch_train.py "${flags[@]}"
   run ddp_spawn "$python" ddp_spawn_train.py "${flags[@]}"
-  for level in O0 O1 O3; do # O2 needs NVIDIA Apex
-    run "apex_amp_$level" "${launch[@]}" apex_amp_train.py --opt-level "$level" "${flags[@]}"
+  if [[ $apex == True ]]; then
+    for ddp in apex torch; do
+      for level in O0 O1 O2 O3; do
+        run "apex_${level}_${ddp}_ddp" "${launch[@]}" "${amp[@]}" apex --ddp "$ddp" --opt-level "$level" "${flags[@]}"
+      done
+    done
+  fi
+  for level in O0 O1 O3; do # O2 is Apex's alone
+    run "torch_${level}_torch_ddp" "${launch[@]}" "${amp[@]}" torch --opt-level "$level" "${flags[@]}"
   done
 
   {

@@ -33,6 +33,17 @@ def copy_recipe(folder, *scripts):
     return folder
 
 
+def edited(folder, script, *changes):
+    """Copy a recipe with lines changed, each given as (old, new)."""
+    path = copy_recipe(folder, script) / f"{script}.py"
+    text = path.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path.write_text(text)
+    return folder
+
+
 def command(script, *flags, nproc=2, folder=ROOT):
     """Return the command line that starts a script with `nproc` processes."""
     path = str(folder / f"{script}.py")

@@ -1,34 +1,28 @@
 """What only GPUs can show. Skipped, by name, where there are fewer than two."""
 
+import importlib.util
 import os
 import re
+import shutil
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, command, copy_recipe, result, run
+from conftest import METRICS, ROOT, SMALL, command, edited, result, run
+from test_apex import states
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+APEX = bool(importlib.util.find_spec("apex.amp")) if importlib.util.find_spec("apex") else False
+needs_apex = pytest.mark.skipif(not APEX, reason="needs NVIDIA Apex, tag 25.04")
 ON_GPU = [*SMALL, "--epochs", "1", "--device", "cuda"]
-
-
-def edited(tmp_path, script, old, new):
-    """Copy a recipe with one line changed."""
-    folder = copy_recipe(tmp_path / "edited", script)
-    path = folder / f"{script}.py"
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-    return folder
 
 
 def test_sync_bn_gives_all_processes_the_same_statistics(tmp_path):
     # Right after the last step, before anything is averaged.
+    line = "        for buffer in filter(torch.is_floating_point, net.buffers()):\n"
     folder = edited(
-        tmp_path,
+        tmp_path / "edited",
         "ddp_launch_train",
-        "        for buffer in net.buffers():\n",
-        "        print('SUM', sum(b.double().sum().item() for b in net.buffers()), force=True)\n"
-        "        for buffer in net.buffers():\n",
+        (line, "        print('SUM', sum(b.double().sum().item() for b in net.buffers()), force=True)\n" + line),
     )
     for flags, different in (["--sync-bn"], 1), ([], 2):
         finished = run(command("ddp_launch_train", *ON_GPU, *flags, "--precision", "fp32", folder=folder))
@@ -44,13 +38,9 @@ def test_a_subset_of_the_gpus():
 
 
 def test_data_parallel_threads_compute_in_bf16(tmp_path):
-    folder = edited(
-        tmp_path,
-        "dp_train",
-        "    model = nn.DataParallel(net) if gpus > 1 else net\n",
-        "    model = nn.DataParallel(net) if gpus > 1 else net\n"
-        "    net.conv1.register_forward_hook(lambda module, inputs, output: print(f'TYPE {output.dtype} ', end=''))\n",
-    )
+    line = "    model = nn.DataParallel(net) if gpus > 1 else net\n"
+    say = "    net.conv1.register_forward_hook(lambda module, inputs, output: print(f'TYPE {output.dtype} ', end=''))\n"
+    folder = edited(tmp_path / "edited", "dp_train", (line, line + say))
     finished = run(command("dp_train", *ON_GPU, "--precision", "bf16", folder=folder))
     assert result(finished)["gpus"] == torch.cuda.device_count() == len(result(finished)["peak_memory_mib"])
     assert set(re.findall(r"TYPE (\S+)", finished.stdout)) == {"torch.bfloat16"}
@@ -60,17 +50,104 @@ def test_data_parallel_threads_compute_in_bf16(tmp_path):
 def test_the_step_loop_never_waits_for_the_gpu(script, tmp_path):
     # PyTorch raises an error for every call that synchronises, from the third step (DDP orders its buckets in the
     # second) to the end of the loop.
-    folder = copy_recipe(tmp_path / "edited", script)
-    path = folder / f"{script}.py"
-    text = path.read_text()
     start, end = "            timed += 1\n", "        if cuda:\n            torch.cuda.synchronize()\n"
-    assert text.count(start) == text.count(end) == 1
-    text = text.replace(start, start + "            step == 2 and torch.cuda.set_sync_debug_mode('error')\n")
-    path.write_text(text.replace(end, "        torch.cuda.set_sync_debug_mode('default')\n" + end))
-    assert result(run(command(script, *ON_GPU, folder=folder)))["steps"] == 5
+    loud, quiet = "torch.cuda.set_sync_debug_mode('error')", "torch.cuda.set_sync_debug_mode('default')"
+    changes = (start, f"{start}            step == 2 and {loud}\n"), (end, f"        {quiet}\n{end}")
+    folder = edited(tmp_path / "edited", script, *changes)
+    flags = ["--backend", "torch"] if script == "apex_amp_train" else []
+    assert result(run(command(script, *ON_GPU, *flags, folder=folder)))["steps"] == 5
 
 
 def test_more_processes_than_gpus():
     count = torch.cuda.device_count() + 1
     finished = run(command("ddp_spawn_train", *ON_GPU, "--batch-size", str(count), nproc=count), cwd=ROOT)
     assert finished.returncode == 2 and "start one process per GPU" in finished.stderr
+
+
+def amp_run(*flags, **kwargs):
+    return run(command("apex_amp_train", *ON_GPU, *flags, **kwargs))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_torch_levels(level):
+    found = result(amp_run("--backend", "torch", "--opt-level", level, "--epochs", "3"))
+    assert (found["backend"], found["precision"], found["gpus"]) == ("torch", level, 2)
+    assert found["train_loss"] < 2.5
+
+
+@needs_apex
+@pytest.mark.parametrize("ddp", ["torch", "apex"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_apex_levels(level, ddp):
+    finished = amp_run("--opt-level", level, "--ddp", ddp, "--epochs", "3", "--clip-grad", "5")
+    found = result(finished)
+    assert (found["backend"], found["ddp"], found["precision"], found["gpus"]) == ("apex", ddp, level, 2)
+    assert found["train_loss"] < 2.5
+    assert "Warning" not in finished.stdout + finished.stderr, finished.stdout + finished.stderr
+
+
+@needs_apex
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_apex_and_torch_compute_the_same(level):
+    # Without loss scaling the two do the same operations; cuDNN's choice of algorithms makes a small difference.
+    losses = []
+    for backend in "apex", "torch":
+        finished = amp_run("--backend", backend, "--opt-level", level)
+        result(finished)
+        losses.append([float(loss) for loss in re.findall(r"step [123]/5 loss (\S+)", finished.stdout)])
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@needs_apex
+def test_apex_ddp_validates_with_the_same_network_on_all_processes(tmp_path):
+    flags = ["--device", "cuda", "--backend", "apex", "--ddp", "apex", "--opt-level", "O1"]
+    assert len(set(states("apex_amp_train", tmp_path / "edited", flags))) == 1
+
+
+@needs_apex
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_first_step_that_overflows_under_apex_is_skipped(level, tmp_path):
+    zero, every = "            net.zero_grad()\n", "    for epoch in range(epochs_done + 1"
+    changes = (
+        (zero, zero + "            loss = loss * (float('inf') if timed == first else 1)\n"),
+        (every, "    first = timed\n" + every),
+    )
+    folder = edited(tmp_path / "edited", "apex_amp_train", *changes)
+    path = tmp_path / "run.pt"
+    finished = amp_run("--backend", "apex", "--opt-level", level, "--checkpoint", str(path), folder=folder)
+    losses = [float(loss) for loss in re.findall(r"step [1-5]/5 loss (\S+)", finished.stdout)]
+    result(finished)
+    saved = torch.load(path, weights_only=True)
+    assert losses[0] == float("inf") and all(loss < 10 for loss in losses[1:])
+    assert saved["amp"]["scale"]["loss_scaler0"]["loss_scale"] <= 2**15
+    assert all(weight.isfinite().all() for weight in saved["model"].values())
+    assert "Warning" not in finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("kind", ["apex O1", "apex O2", "torch O1"])
+def test_a_resumed_run_goes_on_where_it_was(kind, tmp_path):
+    backend, level = kind.split()
+    if backend == "apex" and not APEX:
+        pytest.skip("needs NVIDIA Apex, tag 25.04")
+    line = "    torch.backends.cudnn.benchmark = True\n"
+    exact = "    torch.use_deterministic_algorithms(True, warn_only=True)\n"
+    folder = edited(tmp_path / "edited", "apex_amp_train", (line, exact))
+    env = dict(CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    flags = [*ON_GPU, "--backend", backend, "--opt-level", level, "--checkpoint"]
+    a, b = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    # The unbroken run keeps a copy of its checkpoint after the first of its two epochs: the second run resumes from it.
+    keep = "            save(state | dict(amp=amp.state_dict(optimizer)), path)\n"
+    path = folder / "apex_amp_train.py"
+    path.write_text(path.read_text().replace(keep, keep + "            save(torch.load(path), f'{path}.{epoch}')\n"))
+    unbroken = run(command("apex_amp_train", *flags, a, "--epochs", "2", folder=folder), **env)
+    result(unbroken)
+    shutil.copy(f"{a}.1", b)
+    resumed = run(command("apex_amp_train", *flags, b, "--epochs", "2", folder=folder), **env)
+    assert "epochs      1 done, 1 to come" in resumed.stdout
+    assert [result(resumed)[key] for key in METRICS] == [result(unbroken)[key] for key in METRICS]
+    after, before = (torch.load(path, weights_only=True) for path in (a, b))
+    assert all(torch.equal(after["model"][key], before["model"][key]) for key in after["model"])
+    if backend == "apex":
+        assert after["amp"]["scale"] == before["amp"]["scale"]
+        assert all(map(torch.equal, after["amp"]["masters"], before["amp"]["masters"]))
+        assert {weight.dtype for weight in after["amp"]["masters"]} == {torch.float32}

@@ -32,7 +32,7 @@ def test_it_goes_on_when_a_recipe_fails_and_says_so(tmp_path):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells[1:]
     baseline = "one_gpu" if torch.cuda.is_available() else "one_process"
-    recipes = [baseline, "dp", "ddp_launch", "ddp_spawn", *(f"apex_amp_{level}" for level in ("O0", "O1", "O3"))]
+    recipes = [baseline, "dp", "ddp_launch", "ddp_spawn", *(f"torch_{level}_torch_ddp" for level in ("O0", "O1", "O3"))]
     assert list(rows) == ["recipe", "---", *recipes]
     assert rows.pop("ddp_spawn")[0].startswith("failed, exit code 3: see logs/")
     assert rows[baseline][4] == "1.00"
