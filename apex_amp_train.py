@@ -86,6 +86,8 @@ def parse_args():
             args.backend, args.reason = ("torch", missing) if missing else ("apex", "it is here, and a GPU too")
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("O2 (float16 weights with float32 copies) is Apex's alone; use --opt-level O1 in PyTorch")
+    if args.compile and "apex" in (args.backend, args.ddp):
+        parser.error("--compile cannot follow what Apex does to PyTorch; leave it out, or use --backend torch --ddp torch")
     if args.backend == "apex" and args.opt_level == "O2" and args.sync_bn and not importlib.util.find_spec("syncbn"):
         parser.error("--sync-bn with O2 needs Apex built with --cuda_ext; use --opt-level O1 or --backend torch")
     return args
@@ -126,8 +128,8 @@ class ApexAmp:
 
     def __init__(self, opt_level, device):
         self.opt_level = opt_level
-        warnings.filterwarnings("ignore", "apex", FutureWarning)  # it is deprecated: see README
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # only if Apex skips the first step
+        warnings.filterwarnings("ignore", module="apex")  # of every process: it is deprecated, and so is what it calls
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # not so: Apex may skip the first step
 
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)

@@ -83,6 +83,8 @@ def test_auto_takes_apex_where_it_is_and_a_gpu_too(parse):
     [
         (["--opt-level", "O2", "--sync-bn"], "--sync-bn with O2 needs Apex built with --cuda_ext"),
         (["--opt-level", "O2", "--backend", "torch"], "use --opt-level O1"),
+        (["--compile"], "--compile cannot follow what Apex does"),
+        (["--compile", "--backend", "torch", "--ddp", "apex"], "--compile cannot follow what Apex does"),
         (["--opt-level", "O4"], "--help lists the flags"),
         (["--ddp", "dp"], "--help lists the flags"),
     ],
