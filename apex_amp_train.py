@@ -87,7 +87,7 @@ def parse_args():
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("O2 (float16 weights with float32 copies) is Apex's alone; use --opt-level O1 in PyTorch")
     if args.compile and "apex" in (args.backend, args.ddp):
-        parser.error("--compile cannot follow what Apex does to PyTorch; leave it out, or use --backend torch --ddp torch")
+        parser.error("--compile cannot follow what Apex does to PyTorch; drop it, or use --backend torch --ddp torch")
     if args.backend == "apex" and args.opt_level == "O2" and args.sync_bn and not importlib.util.find_spec("syncbn"):
         parser.error("--sync-bn with O2 needs Apex built with --cuda_ext; use --opt-level O1 or --backend torch")
     return args
