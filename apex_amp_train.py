@@ -292,7 +292,7 @@ def train(args):
     if args.ddp == "apex":
         model = apex.parallel.DistributedDataParallel(net)
     else:
-        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)
         model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
     if args.compile:
         model = torch.compile(model)

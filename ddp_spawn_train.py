@@ -160,7 +160,7 @@ def train(local_rank, world_size, meeting_file, args):
     meeting = f"file://{meeting_file}"  # not a port, that another program could have
     dist.init_process_group(backend, meeting, rank=rank, world_size=world_size, device_id=device if cuda else None)
     # [DDP 7/12] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)
     model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
     if args.compile:
         model = torch.compile(model)
