@@ -112,7 +112,7 @@ def build_resnet(arch, image_size, pretrained=False):
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / f"{arch}.lock"):
                 net.load_state_dict(weights.get_state_dict(progress=False, check_hash=True))
-        except (OSError, RuntimeError, HTTPException) as error:
+        except Exception as error:  # whatever a network and a damaged file can raise
             fail(f"{weights} could not be loaded ({error}); put {weights.url} into {folder} or drop --pretrained")
     if image_size <= 64:
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
@@ -139,8 +139,10 @@ def setup_for_distributed(is_master):
 
 
 def fail(sentence, code=2):
-    """End the process over something that the user can mend: one sentence on stderr, no traceback."""
+    """End the process over something that the user did or can mend: one sentence on stderr, no traceback."""
     if not _is_master:
+        if code != 2:
+            sys.exit(code)
         time.sleep(9)  # what all processes meet, the main process says; its end then ends this one
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: {sentence}\n")
     sys.exit(code)

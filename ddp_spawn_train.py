@@ -10,9 +10,12 @@ they are averaged over all processes. No launcher: for a function that a noteboo
 """
 
 import argparse
+import datetime
 import json
+import math
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -53,16 +56,22 @@ def parse_args():
     add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
     add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else cpu")
     add("--sync-bn", action="store_true", help="BatchNorm over the whole batch, not over each process's share")
+    add("--timeout", metavar="SECONDS", type=int, default=600, help="until a process that hangs ends the run")
     add("--nproc", metavar="N", type=int, help="processes (default: one per visible GPU; 2 on the CPU)")
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
-        if type(value) in (int, float) and not value >= least:
-            parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
+        most = {"image_size": 2048, "workers": 256, "nproc": 256}.get(name, 2**31 - 1)
+        if type(value) in (int, float) and not least <= value <= most:
+            parser.error(f"--{name.replace('_', '-')} is {value} and must be from {least} to {most}")
+    wanted, found = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    if args.device != "cpu" and found < len([name for name in wanted.split(",") if name]):
+        parser.error(f"CUDA_VISIBLE_DEVICES={wanted} finds {found} GPUs; see nvidia-smi -L, or use --device cpu")
+    args.device = args.device or ("cuda" if found else "cpu")
+    if args.device == "cuda" and not found:
+        parser.error("--device cuda finds no GPU; see nvidia-smi, or use --device cpu")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     if args.pretrained and args.image_size <= 64:
         parser.error("--pretrained weights have the ImageNet stem and need --image-size 65 or more")
@@ -71,14 +80,15 @@ def parse_args():
     return args
 
 
-def save(state, path):
-    """Write a file whole or not at all: whatever stops this process, the old file stays as it was."""
-    temporary = Path(f"{path}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
+def save(state, path, temporary):
+    """Write a file whole or not at all: whatever happens, the old file stays; on a full disk training goes on."""
     try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, temporary)
         os.replace(temporary, path)
-    finally:
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
         temporary.unlink(missing_ok=True)
 
 
@@ -142,7 +152,9 @@ def train(local_rank, world_size, meeting_file, args):
         return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
-    epochs_done, best, kind = 0, 0.0, dict(arch=args.arch, image_size=args.image_size)
+    epochs_done, best, changed = 0, 0.0, ""
+    kind = dict(arch=args.arch, image_size=args.image_size, batch_size=args.batch_size, lr=lr)
+    manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -152,13 +164,18 @@ def train(local_rank, world_size, meeting_file, args):
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
+            changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
         except Exception as error:  # whatever a broken or foreign file raises
             reason = str(error).partition("\n")[0]
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     # [DDP 6/12] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
     meeting = f"file://{meeting_file}"  # not a port, that another program could have
-    dist.init_process_group(backend, meeting, rank=rank, world_size=world_size, device_id=device if cuda else None)
+    if world_size == local_world_size:  # on one machine nothing listens to the network
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+    timeout = datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, meeting, timeout, world_size, rank, device_id=device if cuda else None)
     # [DDP 7/12] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
     model = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)
     model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
@@ -177,13 +194,16 @@ def train(local_rank, world_size, meeting_file, args):
     print(f"devices     {gpus or world_size} x {device_name}, world size {world_size}, process ids {pids}")
     print(f"batch       {args.batch_size} images a step, {args.batch_size // world_size} per process")
     print(f"network     {args.arch}, {precision}, {weights:,} parameters, {trained:,} of them trainable")
-    print(f"epochs      {epochs_done} done, {args.epochs - epochs_done} to come, {steps} steps each", flush=True)
+    print(f"epochs      {epochs_done} done, {args.epochs - epochs_done} to come of {steps} steps{changed}", flush=True)
 
     # ------------------------------------------------------------------------------------------------- Train
     if args.tensorboard and rank == 0:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
-        writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
+            writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
+        except (ImportError, OSError) as error:
+            common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
 
     def report(step, now, loss, copied):
         """Print the line of a step: the loss of this process's share, and the speed since the last line."""
@@ -258,6 +278,8 @@ def train(local_rank, world_size, meeting_file, args):
         metrics = dict(train_loss=train_loss, val_loss=val_loss, val_accuracy=val_accuracy)
         seconds = time.perf_counter() - epoch_start
         print(f"epoch {epoch} {' '.join(f'{k} {v}' for k, v in metrics.items())} seconds {seconds:.2f}", flush=True)
+        if not math.isfinite(train_loss + val_loss):
+            common.fail(f"the loss of epoch {epoch} is no number and not saved; try a smaller --lr or --clip-grad 1")
         if args.tensorboard and rank == 0:
             scalars = dict(metrics, lr=scheduler.get_last_lr()[0], images_per_second=images_per_second)
             for name, value in scalars.items():
@@ -266,13 +288,13 @@ def train(local_rank, world_size, meeting_file, args):
         # ---------------------------------------------------------------------------------------------- Save
         # [DDP 12/12] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
         if args.checkpoint and rank == 0:
-            path = Path(args.checkpoint)
+            path, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
             if val_accuracy > best:
                 best = val_accuracy
-                save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
-            state = dict(kind, epoch=epoch, best=best, metrics=metrics)
+                save(net.state_dict(), path.with_suffix(f".best{path.suffix}"), temporary)
+            state = dict(kind | manner, epoch=epoch, best=best, metrics=metrics)
             state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
-            save(state, path)
+            save(state, path, temporary)
 
     peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in own_gpus]
     peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
@@ -291,15 +313,27 @@ def train(local_rank, world_size, meeting_file, args):
     dist.destroy_process_group()
 
 
+def worker(*args):
+    """Run train() in a process of its own; when it fails, end what it started."""
+    try:
+        train(*args)
+    finally:
+        for process in torch.multiprocessing.active_children():  # of DataLoader, which else takes 5 s for each
+            process.terminate()
+
+
 if __name__ == "__main__":
+    stopped = "stopped; with --checkpoint FILE the same command goes on where it was"
+    signal.signal(signal.SIGTERM, lambda *_: common.fail(stopped, code=143))
     args = parse_args()
     nproc = args.nproc or (torch.cuda.device_count() if args.device == "cuda" else 2)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(train, (nproc, f"{folder}/store", args), nproc)
+            torch.multiprocessing.spawn(worker, (nproc, f"{folder}/store", args), nproc)
     except torch.multiprocessing.ProcessExitedException as error:
         sys.exit(error.exit_code if error.exit_code == 2 else f"{error}")
     except KeyboardInterrupt:
+        common.fail(stopped, code=130)
+    finally:
         for process in torch.multiprocessing.active_children():
             process.terminate()
-        common.fail("interrupted; with --checkpoint FILE the same command goes on where it was", code=130)

@@ -11,8 +11,10 @@ collects the outputs on the first.
 
 import argparse
 import json
+import math
 import os
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -49,28 +51,34 @@ def parse_args():
     add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
     add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else cpu")
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
-        if type(value) in (int, float) and not value >= least:
-            parser.error(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu")
+        most = {"image_size": 2048, "workers": 256, "nproc": 256}.get(name, 2**31 - 1)
+        if type(value) in (int, float) and not least <= value <= most:
+            parser.error(f"--{name.replace('_', '-')} is {value} and must be from {least} to {most}")
+    wanted, found = os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()
+    if args.device != "cpu" and found < len([name for name in wanted.split(",") if name]):
+        parser.error(f"CUDA_VISIBLE_DEVICES={wanted} finds {found} GPUs; see nvidia-smi -L, or use --device cpu")
+    args.device = args.device or ("cuda" if found else "cpu")
+    if args.device == "cuda" and not found:
+        parser.error("--device cuda finds no GPU; see nvidia-smi, or use --device cpu")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     if args.pretrained and args.image_size <= 64:
         parser.error("--pretrained weights have the ImageNet stem and need --image-size 65 or more")
     return args
 
 
-def save(state, path):
-    """Write a file whole or not at all: whatever stops this process, the old file stays as it was."""
-    temporary = Path(f"{path}.tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
+def save(state, path, temporary):
+    """Write a file whole or not at all: whatever happens, the old file stays; on a full disk training goes on."""
     try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, temporary)
         os.replace(temporary, path)
-    finally:
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
         temporary.unlink(missing_ok=True)
 
 
@@ -123,7 +131,9 @@ def train(args):
         return min((step + 1) / (warmup + 1), (total - step) / (total - warmup))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
-    epochs_done, best, kind = 0, 0.0, dict(arch=args.arch, image_size=args.image_size)
+    epochs_done, best, changed = 0, 0.0, ""
+    kind = dict(arch=args.arch, image_size=args.image_size, batch_size=args.batch_size, lr=lr)
+    manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -133,6 +143,7 @@ def train(args):
             optimizer.load_state_dict(saved["optimizer"])
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
+            changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
         except Exception as error:  # whatever a broken or foreign file raises
             reason = str(error).partition("\n")[0]
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
@@ -152,13 +163,16 @@ def train(args):
     print(f"devices     {gpus or world_size} x {device_name}, world size {world_size}, process ids {pids}")
     print(f"batch       {args.batch_size} images a step, {args.batch_size // world_size} per process")
     print(f"network     {args.arch}, {precision}, {weights:,} parameters, {trained:,} of them trainable")
-    print(f"epochs      {epochs_done} done, {args.epochs - epochs_done} to come, {steps} steps each", flush=True)
+    print(f"epochs      {epochs_done} done, {args.epochs - epochs_done} to come of {steps} steps{changed}", flush=True)
 
     # ------------------------------------------------------------------------------------------------- Train
     if args.tensorboard and rank == 0:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
-        writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
+            writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
+        except (ImportError, OSError) as error:
+            common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
 
     def report(step, now, loss, copied):
         """Print the line of a step: the loss of this process's share, and the speed since the last line."""
@@ -225,6 +239,8 @@ def train(args):
         metrics = dict(train_loss=train_loss, val_loss=val_loss, val_accuracy=val_accuracy)
         seconds = time.perf_counter() - epoch_start
         print(f"epoch {epoch} {' '.join(f'{k} {v}' for k, v in metrics.items())} seconds {seconds:.2f}", flush=True)
+        if not math.isfinite(train_loss + val_loss):
+            common.fail(f"the loss of epoch {epoch} is no number and not saved; try a smaller --lr or --clip-grad 1")
         if args.tensorboard and rank == 0:
             scalars = dict(metrics, lr=scheduler.get_last_lr()[0], images_per_second=images_per_second)
             for name, value in scalars.items():
@@ -233,13 +249,13 @@ def train(args):
         # ---------------------------------------------------------------------------------------------- Save
         # [DP 5/5] net is written rather than model: no "module." before the names of the weights.
         if args.checkpoint and rank == 0:
-            path = Path(args.checkpoint)
+            path, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
             if val_accuracy > best:
                 best = val_accuracy
-                save(net.state_dict(), path.with_suffix(f".best{path.suffix}"))
-            state = dict(kind, epoch=epoch, best=best, metrics=metrics)
+                save(net.state_dict(), path.with_suffix(f".best{path.suffix}"), temporary)
+            state = dict(kind | manner, epoch=epoch, best=best, metrics=metrics)
             state |= dict(model=net.state_dict(), optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict())
-            save(state, path)
+            save(state, path, temporary)
 
     peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in own_gpus]
     peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
@@ -255,7 +271,12 @@ def train(args):
 
 
 if __name__ == "__main__":
+    stopped = "stopped; with --checkpoint FILE the same command goes on where it was"
+    signal.signal(signal.SIGTERM, lambda *_: common.fail(stopped, code=143))
     try:
         train(parse_args())
     except KeyboardInterrupt:
-        common.fail("interrupted; with --checkpoint FILE the same command goes on where it was", code=130)
+        common.fail(stopped, code=130)
+    finally:
+        for process in torch.multiprocessing.active_children():  # of DataLoader, which else takes 5 s for each
+            process.terminate()

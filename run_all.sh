@@ -21,7 +21,11 @@ find_python() {
     "$python" -c "$check" 2>/dev/null && command -v "$python" && return
   done
   say "${PYTHON:-python3} lacks one of: $*. Making .venv from $requirements (some GB and minutes, once)."
-  if ! { "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2; }; then
+  if ! (
+    flock 9 # of two that start at once, one makes it
+    .venv/bin/python -c "$check" 2>/dev/null && exit
+    "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2
+  ) 9>.venv.lock; then
     say "That failed, as said above. Mend it, or install $requirements and name that Python: PYTHON=... bash run_all.sh"
     return 1
   fi
@@ -33,12 +37,26 @@ run() {
   local name=$1
   shift
   say '' "== $name: $*"
-  "$@" 2>&1 | tee "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2
-  local code=${PIPESTATUS[0]}
+  "$@" >"$logs/$name.log" 2>&1 &
+  running=$!
+  tail -n +1 -s 0.2 -f --pid="$running" "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2 &
+  wait "$running" # in the background, so that a signal is heard at once
+  local code=$?
+  running=
+  wait
   rows+=("$name=$code")
   if ((code)); then
     say "== $name failed with exit code $code (log: $logs/$name.log); going on"
   fi
+}
+
+# stop EXIT_CODE: end the recipe that runs, and this script.
+stop() {
+  if [[ $running ]] && kill -TERM "$running" 2>/dev/null; then
+    wait
+  fi
+  say "Stopped. The logs so far are in $logs"
+  exit "$1"
 }
 
 # Print the table of the rows NAME=CODE from the RESULT lines in the logs; the first row is the baseline.
@@ -84,7 +102,7 @@ main() {
   python=$(find_python requirements.txt torch torchvision tqdm) || exit 1
   local launch=(env OMP_NUM_THREADS=1 "$python" -m torch.distributed.run --standalone)
   local settings gpus apex synthetic data_dir level ddp amp=(apex_amp_train.py --backend)
-  local flags=() notes=() rows=() baseline=one_gpu first=${CUDA_VISIBLE_DEVICES-0}
+  local flags=() notes=() rows=() running="" baseline=one_gpu first=${CUDA_VISIBLE_DEVICES-0}
   # The recipes' own parser reads the flags, so that a typo ends here and not seven times.
   settings=$("$python" -c 'if True:
     import sys, torch, dp_train
@@ -98,7 +116,8 @@ main() {
   read -r gpus apex synthetic data_dir < <(tail -n 1 <<<"$settings")
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$logs" || exit 1
-  trap 'say "Stopped. The logs so far are in $logs"; exit 130' INT
+  trap 'stop 130' INT
+  trap 'stop 143' TERM
   if ((gpus)); then
     launch+=(--nproc-per-node=gpu)
   else

@@ -44,7 +44,7 @@ def parse(tmp_path, monkeypatch, capsys):
 
     def parse_with(package, *flags, cuda=False):
         monkeypatch.syspath_prepend(put_apex(tmp_path, package))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
         monkeypatch.setattr("sys.argv", ["apex_amp_train.py", *ONE, "--device", "cuda" if cuda else "cpu", *flags])
         args, code = None, 0
         try:
@@ -105,7 +105,7 @@ def test_a_run_says_which_backend_and_why(tmp_path):
 
 def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path):
     flags = [*ONE, "--device", "cpu", "--checkpoint", str(tmp_path / "run.pt"), "--opt-level", "O0"]
-    kind = dict(arch="resnet18", image_size=8, opt_level="O0", backend="torch")
+    kind = dict(arch="resnet18", image_size=8, batch_size=12, lr=0.02, opt_level="O0", backend="torch")
     for other in dict(opt_level="O1"), dict(backend="apex"):
         torch.save(kind | other, tmp_path / "run.pt")
         finished = run([sys.executable, str(ROOT / "apex_amp_train.py"), *flags])
@@ -120,9 +120,9 @@ SCALE = ("torch.amp.GradScaler(device.type, ", "torch.amp.GradScaler(device.type
 
 def test_a_first_step_that_overflows_is_skipped_and_nothing_else(tmp_path):
     # Against an optimizer that does not know of the scaler: it is not called at all for the step that is skipped.
-    zero, every = "            net.zero_grad()\n", "    for epoch in range(epochs_done + 1"
+    every = "    for epoch in range(epochs_done + 1"
     infinite = [
-        (zero, zero + "            loss = loss * (float('inf') if timed == first else 1)\n"),
+        ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if timed == first else 1), opt"),
         (every, "    first = timed\n" + every),
         SCALE,
     ]
@@ -138,8 +138,7 @@ def test_a_first_step_that_overflows_is_skipped_and_nothing_else(tmp_path):
         saved = torch.load(folder / "run.pt", weights_only=True)
         assert saved["amp"]["scale"] == 128  # halved once
         assert all(weight.isfinite().all() for weight in saved["model"].values())
-    assert len(losses[0]) == 4 and losses[0][0] == losses[1][0] == float("inf")
-    assert losses[0][1:] == pytest.approx(losses[1][1:], rel=0.02)  # float16 rounds
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=0.02)  # float16 rounds
 
 
 @pytest.mark.parametrize("script", ["dp_train", "apex_amp_train"])

@@ -1,0 +1,258 @@
+"""What breaks a run: killed processes, signals, a process that hangs, a full disk, a loss that is no number."""
+
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    METRICS,
+    ROOT,
+    SMALL,
+    alive,
+    be_python,
+    command,
+    copy_recipe,
+    edited,
+    fork,
+    result,
+    run,
+    wait_until_gone,
+)
+
+FEW = [*SMALL, "--limit", "24", "--device", "cpu"]  # two steps an epoch
+
+def processes(path, flags, log, nproc=2):
+    """Start a script with as many processes as torchrun would (one for spawn, which starts its own)."""
+    if "spawn" in path.name:
+        envs = [{}]
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        same = dict(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        envs = [dict(same, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(nproc)]
+    envs = [{**os.environ, **env} for env in envs]
+    started = [fork.Process(target=be_python, args=(path, flags, 0, env, path.parent, log, log)) for env in envs]
+    for process in started:
+        process.start()
+    return started
+
+
+def children(pid):
+    """Return the ids of the processes that a process has started."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def end(started):
+    """Kill what is left of a run, as torchrun does when one of its processes ends."""
+    for process in started:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(("script", "kills"), [("ddp_launch_train", 24), ("ddp_spawn_train", 8)])
+def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, kills, tmp_path):
+    # spawn() starts its processes by fork here, so that they start fast; all else is the recipe's own.
+    spawn = ("torch.multiprocessing.spawn(worker,", "torch.multiprocessing.start_processes(worker,")
+    fast = [spawn, ('f"{folder}/store", args), nproc)', 'f"{folder}/store", args), nproc, start_method="fork")')]
+    folder = edited(tmp_path / "edited", script, *(fast if script == "ddp_spawn_train" else []))
+    path, log = folder / f"{script}.py", tmp_path / "log"
+    flags = [*FEW, "--epochs", str(kills), "--checkpoint"]
+    unbroken, broken = tmp_path / "unbroken" / "run.pt", tmp_path / "broken" / "run.pt"
+    started = processes(path, [*flags, str(unbroken)], log)
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * len(started), log.read_text()
+    chance = random.Random(21)
+    during_save = 0
+    temporary = Path(f"{broken}.tmp")
+    for kill in range(kills):
+        started = processes(path, [*flags, str(broken)], log)
+        ready = log.read_text().count("technique ")
+        until = time.monotonic() + 60
+        if kill % 3:  # a third of them while the file is being written, the others at any moment from the start
+            time.sleep(chance.uniform(0.1, 3))
+        else:
+            while log.read_text().count("technique ") == ready and time.monotonic() < until:
+                time.sleep(0.01)  # first gone is what a killed run may have left
+            while not temporary.exists() and any(alive(process.pid) for process in started):
+                time.sleep(0.0005)
+            time.sleep(chance.uniform(0, 0.05))
+        victims = [process.pid for process in started]
+        if script == "ddp_spawn_train" and alive(victims[0]) and (own := children(victims[0])):
+            victims = chance.choice([victims, own, own[:1], own[1:]])
+        else:
+            victims = chance.choice([victims, victims[:1], victims[1:] or victims])
+        for pid in victims:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        during_save += temporary.exists()
+        end(started)
+        if broken.exists():
+            torch.load(broken, weights_only=True)
+    started = processes(path, [*flags, str(broken)], log)
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * len(started), log.read_text()[-3000:]
+    assert during_save >= 3
+    a, b = (torch.load(file, weights_only=True) for file in (unbroken, broken))
+    assert {key: a["metrics"][key] for key in METRICS} == {key: b["metrics"][key] for key in METRICS}
+    assert a["best"] == b["best"] and a["epoch"] == b["epoch"] == kills
+    assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+    assert sorted(file.name for file in broken.parent.iterdir()) == ["run.best.pt", "run.pt"]
+    best = [torch.load(file.with_name("run.best.pt"), weights_only=True) for file in (unbroken, broken)]
+    assert all(torch.equal(best[0][key], best[1][key]) for key in best[0])
+
+
+def test_torchrun_restarts_a_run_whose_process_is_killed(tmp_path, start):
+    flags = [*FEW, "--epochs", "6", "--checkpoint", str(tmp_path / "run.pt")]
+    arguments = command("ddp_launch_train", *flags)
+    arguments.insert(3, "--max-restarts=2")
+    running = start(arguments)
+    pids = running.pids()
+    running.wait_for("epoch 3 step")
+    os.kill(pids[1], signal.SIGKILL)
+    assert running.process.wait(timeout=120) == 0, running.log.read_text()
+    done = [int(done) for done in re.findall(r"epochs      (\d) done", running.log.read_text())]
+    assert len(done) == 2 and done[0] == 0 and done[1] in (2, 3)
+    assert running.log.read_text().count("RESULT ") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "number", "code"),
+    [
+        ("dp_train", signal.SIGTERM, 143),
+        ("ddp_spawn_train", signal.SIGTERM, 143),
+        ("ddp_launch_train", signal.SIGTERM, 1),  # torchrun's own exit code
+        ("alone", signal.SIGTERM, 143),
+        ("alone", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_ends_every_process_within_ten_seconds(script, number, code, start, tmp_path):
+    flags = [*SMALL, "--epochs", "1000", "--device", "cpu", "--workers", "2", "--checkpoint", str(tmp_path / "run.pt")]
+    if script == "alone":
+        running = start([sys.executable, str(ROOT / "ddp_launch_train.py"), *flags])
+    else:
+        running = start(command(script, *flags))
+    pids = running.pids()
+    running.wait_for("epoch 2 step")
+    group = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and os.getpgid(int(pid)) == running.process.pid]
+    assert len(group) > len(pids)
+    running.process.send_signal(number)  # to the main process alone, as kill does
+    assert running.process.wait(timeout=10) == code, running.log.read_text()
+    wait_until_gone({*pids, *group}, seconds=10)
+    said = [line for line in running.log.read_text().splitlines() if "with --checkpoint FILE" in line]
+    assert len(said) == (0 if script == "ddp_launch_train" else 1), running.log.read_text()
+    torch.load(tmp_path / "run.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
+def test_a_process_that_hangs_ends_the_run(script, tmp_path):
+    line = "            train_sum.add_(loss.detach())\n"
+    hang = "            if rank == 1 and step == 2: time.sleep(1000)\n"
+    folder = edited(tmp_path / "edited", script, (line, line + hang))
+    begin = time.monotonic()
+    finished = run(command(script, *FEW, "--epochs", "9", "--timeout", "4", folder=folder), timeout=90, real=True)
+    assert finished.returncode not in (0, 2)
+    assert time.monotonic() - begin < 60
+    # The one that hangs is the one that did not report: torchrun and spawn name the other, which waited for it.
+    assert re.search("imed out|timeout", finished.stderr), finished.stderr
+    assert re.search(r"rank +: 0|Process 0 terminated", finished.stderr), finished.stderr
+    pids = finished.stdout.partition("process ids [")[2].partition("]")[0].split(", ")
+    assert len(pids) == 2
+    wait_until_gone(pids)
+
+
+def limit_file_size():
+    """Let no file of this process grow beyond 1 MB, as on a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
+    path = tmp_path / "run.pt"
+    arguments = [sys.executable, str(ROOT / "dp_train.py"), *FEW, "--checkpoint", str(path), "--epochs"]
+    result(run([*arguments, "1"]))
+    before = path.read_bytes()
+    finished = subprocess.run([*arguments, "3"], capture_output=True, text=True, preexec_fn=limit_file_size)
+    assert result(finished)["steps"] == 6
+    said = [line for line in finished.stdout.splitlines() if "is not saved" in line]
+    assert said and all("training goes on; make room" in line for line in said)
+    assert sum(line.startswith(f"{path} ") for line in said) == 2
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.best.pt", "run.pt"]
+
+
+def test_a_checkpoint_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    path = tmp_path / "file" / "run.pt"
+    finished = run([sys.executable, str(ROOT / "dp_train.py"), *FEW, "--epochs", "1", "--checkpoint", str(path)])
+    result(finished)
+    assert f"{path} is not saved" in finished.stdout and (tmp_path / "file").read_text() == "no folder"
+
+
+@pytest.mark.parametrize("script", ["ddp_spawn_train", "dp_train"])
+def test_a_loss_that_is_no_number_ends_the_run_and_spares_the_checkpoint(script, tmp_path):
+    line = "                loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)\n"
+    worse = "                loss = loss / (epoch < 2)\n"
+    folder = edited(tmp_path / "edited", script, (line, line + worse))
+    path = tmp_path / "run.pt"
+    finished = run(command(script, *FEW, "--epochs", "3", "--checkpoint", str(path), folder=folder))
+    assert finished.returncode == 2 and "RESULT" not in finished.stdout
+    said = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}.py: ")]
+    assert said == [f"{script}.py: the loss of epoch 2 is no number and not saved; try a smaller --lr or --clip-grad 1"]
+    assert "Traceback" not in finished.stderr
+    assert torch.load(path, weights_only=True)["epoch"] == 1
+
+
+def listening(pids):
+    """Return the addresses on which these processes listen."""
+    table = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+    owned = [line for line in table.splitlines() if any(f"pid={pid}," in line for pid in pids)]
+    return [line.split()[3].rpartition(":")[0] for line in owned]
+
+
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
+def test_a_run_on_one_machine_listens_on_loopback_alone(script, start):
+    running = start(command(script, *FEW, "--epochs", "1000"))
+    pids = running.pids()
+    running.wait_for("epoch 2 step")
+    addresses = listening(pids)
+    assert set(addresses) == ({"127.0.0.1"} if script != "dp_train" else set())
+    if script == "ddp_spawn_train":  # and there is no store either; torchrun's own listens everywhere
+        group = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
+        family = [pid for pid in group if alive(pid) and os.getpgid(pid) == running.process.pid]
+        assert set(listening(family)) == {"127.0.0.1"}
+
+
+def test_a_resumed_run_may_have_another_number_of_processes_and_says_so(tmp_path):
+    flags = [*FEW, "--checkpoint", str(tmp_path / "run.pt"), "--epochs"]
+    result(run(command("ddp_launch_train", *flags, "1")))
+    finished = run(command("ddp_launch_train", *flags, "2", "--precision", "bf16", nproc=3))
+    assert result(finished)["world_size"] == 3
+    assert "1 done, 1 to come of 2 steps; world_size was 2, is 3; precision was fp32, is bf16\n" in finished.stdout
+
+
+def test_run_all_ends_on_a_signal_and_says_where_the_logs_are(tmp_path, start):
+    folder = copy_recipe(tmp_path / "project", "dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train")
+    (folder / "run_all.sh").write_text((ROOT / "run_all.sh").read_text())
+    for number, code in (signal.SIGTERM, 143), (signal.SIGINT, 130):
+        arguments = ["bash", str(folder / "run_all.sh"), *FEW, "--epochs", "999"]
+        running = start(["env", f"PYTHON={sys.executable}", *arguments])
+        pids = running.pids()
+        running.process.send_signal(number)
+        assert running.process.wait(timeout=10) == code, running.log.read_text()
+        wait_until_gone(pids, seconds=10)
+        assert re.search(r"Stopped. The logs so far are in logs/\S+\n$", running.log.read_text())
