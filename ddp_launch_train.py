@@ -88,7 +88,8 @@ def save(state, path, temporary):
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
 
 
 @record  # lets torchrun show the traceback of the process that failed

@@ -89,7 +89,8 @@ def save(state, path, temporary):
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
 
 
 def train(local_rank, world_size, meeting_file, args):

@@ -76,13 +76,22 @@ def be_python(path, flags, nproc, env, cwd, out, err):
         with socket.create_server(("127.0.0.1", 0)) as server:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.getsockname()[1]))
         os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), OMP_NUM_THREADS="1")
+        pids, worst = set(), 0
         for rank in range(nproc):
-            if not os.fork():
+            if pid := os.fork():
+                pids.add(pid)
+            else:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
                 break
         else:
-            codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(nproc)]
-            sys.exit(max(map(abs, codes)))
+            while pids:
+                pid, status = os.wait()
+                pids.discard(pid)
+                if status and not worst:  # the first that fails ends the others
+                    worst = abs(os.waitstatus_to_exitcode(status))
+                    for other in pids:
+                        os.kill(other, signal.SIGTERM)
+            sys.exit(worst)
     sys.argv = [str(path), *flags]
     sys.path[:0] = [str(Path(path).parent), *filter(None, env.get("PYTHONPATH", "").split(":"))]
     runpy.run_path(str(path), run_name="__main__")

@@ -48,8 +48,13 @@ def processes(path, flags, log, nproc=2):
 
 def children(pid):
     """Return the ids of the processes that a process has started."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def family(pid):
+    """Return the ids of a process and of all that it and they have started."""
+    return [pid, *(one for child in children(pid) for one in family(child))]
 
 
 def end(started):
@@ -148,11 +153,11 @@ def test_a_signal_ends_every_process_within_ten_seconds(script, number, code, st
         running = start(command(script, *flags))
     pids = running.pids()
     running.wait_for("epoch 2 step")
-    group = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and os.getpgid(int(pid)) == running.process.pid]
-    assert len(group) > len(pids)
+    started = family(running.process.pid)
+    assert len(started) >= 1 + 3 * len(pids) - (running.process.pid in pids)  # with two data-loading processes each
     running.process.send_signal(number)  # to the main process alone, as kill does
     assert running.process.wait(timeout=10) == code, running.log.read_text()
-    wait_until_gone({*pids, *group}, seconds=10)
+    wait_until_gone(started, seconds=10)
     said = [line for line in running.log.read_text().splitlines() if "with --checkpoint FILE" in line]
     assert len(said) == (0 if script == "ddp_launch_train" else 1), running.log.read_text()
     torch.load(tmp_path / "run.pt", weights_only=True)
@@ -232,9 +237,7 @@ def test_a_run_on_one_machine_listens_on_loopback_alone(script, start):
     addresses = listening(pids)
     assert set(addresses) == ({"127.0.0.1"} if script != "dp_train" else set())
     if script == "ddp_spawn_train":  # and there is no store either; torchrun's own listens everywhere
-        group = [int(pid) for pid in os.listdir("/proc") if pid.isdigit()]
-        family = [pid for pid in group if alive(pid) and os.getpgid(pid) == running.process.pid]
-        assert set(listening(family)) == {"127.0.0.1"}
+        assert set(listening(family(running.process.pid))) == {"127.0.0.1"}
 
 
 def test_a_resumed_run_may_have_another_number_of_processes_and_says_so(tmp_path):

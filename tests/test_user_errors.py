@@ -1,67 +1,143 @@
-"""What a user can get wrong: one sentence on stderr that names the next step, an exit code, no traceback."""
+"""What a user can get wrong: one sentence on stderr that names the next step, exit code 2, no traceback."""
 
-import importlib
+import os
 import re
+import sys
 
 import pytest
 import torch
-from conftest import SMALL, command, run
+import torchvision
+from conftest import ROOT, SMALL, command, run
 
-ONE = ["--epochs", "1", "--device", "cpu"]
-FLAGS = {
-    "unknown flag": ("dp_train", [*SMALL, "--epoch", "3"], "--help lists the flags"),
-    "no number": ("ddp_spawn_train", [*SMALL, "--epochs", "many"], "--help lists the flags"),
-    "negative": ("dp_train", [*SMALL, "--batch-size", "-4"], "--batch-size is -4 and must be from 1 to"),
-    "zero epochs": ("apex_amp_train", [*SMALL, "--epochs", "0"], "--epochs is 0 and must be from 1"),
-    "NaN": ("dp_train", [*SMALL, "--lr", "nan"], "--lr is nan and must be from 0"),
-    "unknown arch": ("dp_train", [*SMALL, "--arch", "vgg16"], "--help lists the flags"),
-    "weights and stem": ("ddp_launch_train", [*SMALL, *ONE, "--pretrained"], "--image-size 65 or more"),
-    "SyncBN on the CPU": ("ddp_spawn_train", [*SMALL, *ONE, "--sync-bn"], "--sync-bn needs GPUs"),
-    "O2": ("apex_amp_train", [*SMALL, *ONE, "--opt-level", "O2"], "use --opt-level O1"),
-    "Apex": ("apex_amp_train", [*SMALL, *ONE, "--backend", "apex"], "use --backend torch"),
+ONE = [*SMALL, "--epochs", "1", "--device", "cpu"]
+LISTS = "; --help lists the flags"
+HUGE = "9" * 30
+
+
+def numbers():
+    """Yield a case for every number flag with each kind of wrong value."""
+    zero_is_fine = ("lr", "clip-grad", "workers", "seed")
+    for name in "limit image-size epochs batch-size lr clip-grad workers seed log-every timeout nproc".split():  # noqa: SIM905
+        script = {"timeout": "ddp_launch_train", "nproc": "ddp_spawn_train"}.get(name, "dp_train")
+        for value in ["-1", HUGE, *([] if name in zero_is_fine else ["0"])]:
+            yield f"{name} {value[:2]}", (script, [f"--{name}", value], f"--{name} is ")
+        yield f"{name} many", (script, [f"--{name}", "many"], f"'many'{LISTS}")
+        yield f"{name} missing", (script, [f"--{name}"], f"expected one argument{LISTS}")
+
+
+def words():
+    """Yield a case for every flag that takes one of some words."""
+    for name in "arch precision device opt-level backend ddp".split():  # noqa: SIM905
+        script = "apex_amp_train" if name in ("opt-level", "backend", "ddp") else "dp_train"
+        yield f"{name} wrong", (script, [f"--{name}", "wrong"], "invalid choice: 'wrong'")
+        yield f"{name} missing", (script, [f"--{name}"], f"expected one argument{LISTS}")
+
+
+CASES = dict(numbers()) | dict(words())
+CASES |= {
+    "half a flag": ("dp_train", ["--epoch", "3"], f"unrecognized arguments: --epoch 3{LISTS}"),
+    "no flag": ("ddp_launch_train", ["3"], f"unrecognized arguments: 3{LISTS}"),
+    "lr nan": ("dp_train", ["--lr", "nan"], "--lr is nan and must be from 0"),
+    "lr inf": ("dp_train", ["--lr", "inf"], "--lr is inf and must be from 0"),
+    "weights and stem": ("ddp_launch_train", ["--pretrained"], "need --image-size 65 or more"),
+    "SyncBN on the CPU": ("ddp_spawn_train", ["--sync-bn"], "--sync-bn needs GPUs; leave it out"),
+    "O2": ("apex_amp_train", ["--opt-level", "O2"], "use --opt-level O1"),
+    "batch over 2": ("ddp_spawn_train", ["--batch-size", "13"], "12 and 14 are nearest"),
+    "batch under 2": ("ddp_launch_train", ["--batch-size", "1"], "2 and 4 are nearest"),
+    "more than the data": ("dp_train", ["--batch-size", "62"], "more than the 61 training images; give less"),
+    "no weights": ("dp_train", ["--pretrained", "--image-size", "224"], "or drop --pretrained"),
+    "cut weights": ("dp_train", ["--pretrained", "--image-size", "80"], "drop --pretrained", {"TORCH_HOME": "{tmp}"}),
+    "TensorBoard": ("ddp_launch_train", ["--tensorboard", "{tmp}/file"], "or name another folder"),
+    "other arch": ("dp_train", ["--checkpoint", "{tmp}/other.pt"], "(it has --arch resnet50"),
+    "other batch size": ("ddp_spawn_train", ["--checkpoint", "{tmp}/batch.pt"], "(it has --batch-size 24); give its"),
+    "no checkpoint": ("ddp_launch_train", ["--checkpoint", "{tmp}/file"], "or another FILE"),
+    "cut checkpoint": ("dp_train", ["--checkpoint", "{tmp}/cut.pt"], "or another FILE"),
+    "empty checkpoint": ("dp_train", ["--checkpoint", "{tmp}/empty.pt"], "or another FILE"),
+    "folder as checkpoint": ("dp_train", ["--checkpoint", "{tmp}"], "or another FILE"),
+    "code in the checkpoint": ("dp_train", ["--checkpoint", "{tmp}/code.pt"], "or another FILE"),
+    "device cuda": ("dp_train", ["--device", "cuda"], "finds no GPU; see nvidia-smi, or use --device cpu"),
+    "no such GPU": ("dp_train", ["AUTO"], "finds 0 GPUs; see nvidia-smi -L, or use", {"CUDA_VISIBLE_DEVICES": "99"}),
+    "a GPU twice": ("dp_train", ["AUTO"], "finds 0 GPUs; see nvidia-smi -L", {"CUDA_VISIBLE_DEVICES": "98,98"}),
+    "a negative GPU": ("ddp_launch_train", ["AUTO"], "finds 0 GPUs; see nvidia-smi", {"CUDA_VISIBLE_DEVICES": "-1"}),
+    "half an environment": ("alone", [], "lacks LOCAL_RANK, LOCAL_WORLD_SIZE,", {"RANK": "0", "WORLD_SIZE": "2"}),
+    "no rank": ("alone", [], "; start with torchrun, which sets them all", {"WORLD_SIZE": "2"}),
+    "no data": ("dp_train", ["DATA", "{tmp}/none"], "or use --synthetic"),
+    "file as data": ("dp_train", ["DATA", "{tmp}/file"], "or use --synthetic"),
+    "folder that cannot be made": ("dp_train", ["DATA", "/proc/none"], "name the folder that has it with --data-dir"),
+    "cut archive": ("dp_train", ["DATA", "{tmp}/archive"], "or use --synthetic"),
+    "tampered batch": ("ddp_launch_train", ["DATA", "{tmp}/tampered"], "or use --synthetic"),
 }
-CASES = {
-    "no data": ("dp_train", ["--device", "cpu", "--data-dir", "{tmp}/empty"], "or use --synthetic"),
-    "data folder is a file": ("dp_train", ["--device", "cpu", "--data-dir", "{tmp}/file"], "or use --synthetic"),
-    "typo": ("dp_train", [*SMALL, "--epoch", "3"], "--help lists the flags"),
-    "no GPU": ("dp_train", [*SMALL, "--device", "cuda"], "use --device cpu"),
-    "batch over 2": ("ddp_spawn_train", [*SMALL, *ONE, "--batch-size", "13"], "12 and 14 are nearest"),
-    "batch under 2": ("ddp_spawn_train", [*SMALL, *ONE, "--batch-size", "1"], "2 and 4 are nearest"),
-    "more than the data": ("dp_train", [*SMALL, *ONE, "--batch-size", "62"], "more than the 61 training images"),
-    "weights": ("dp_train", [*SMALL, *ONE, "--pretrained", "--image-size", "224"], "or drop --pretrained"),
-    "other arch": ("dp_train", [*SMALL, *ONE, "--checkpoint", "{tmp}/other.pt"], "it has --arch resnet50"),
-    "no checkpoint": ("ddp_spawn_train", [*SMALL, *ONE, "--checkpoint", "{tmp}/file"], "or another FILE"),
-}
 
 
-@pytest.mark.parametrize("case", FLAGS)
-def test_one_sentence_for_a_flag(case, monkeypatch, capsys):
-    script, flags, sentence = FLAGS[case]
-    monkeypatch.setattr("sys.argv", [f"{script}.py", *flags])
-    with pytest.raises(SystemExit) as end:
-        importlib.import_module(script).parse_args()
-    assert end.value.code == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"{script}.py: ") and sentence in err and err.count("\n") == 1
+class Code:
+    """What a pickle with code in it does to those who load it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """Make a folder of broken files."""
+    top = tmp_path_factory.mktemp("broken")
+    (top / "file").write_text("no checkpoint, no folder")
+    kind = dict(arch="resnet18", image_size=8, batch_size=12, lr=0.02)
+    torch.save(kind | dict(arch="resnet50"), top / "other.pt")
+    torch.save(kind | dict(batch_size=24), top / "batch.pt")
+    torch.save(kind | dict(model=Code(str(top / "owned"))), top / "code.pt")
+    torch.save(kind | dict(model=torch.zeros(10_000)), top / "cut.pt")
+    (top / "cut.pt").write_bytes((top / "cut.pt").read_bytes()[:20_000])
+    (top / "empty.pt").touch()
+    weights = top / "hub" / "checkpoints" / torchvision.models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes((top / "cut.pt").read_bytes())
+    (top / "archive").mkdir()
+    (top / "archive" / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b")
+    (top / "tampered" / "cifar-10-batches-py").mkdir(parents=True)
+    for name in ("batches.meta", "test_batch", *(f"data_batch_{n}" for n in range(1, 6))):
+        torch.save(Code(str(top / "owned")), top / "tampered" / "cifar-10-batches-py" / name)
+    return top
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_sentence(case, tmp_path):
-    script, flags, sentence = CASES[case]
-    (tmp_path / "file").write_text("no checkpoint, no folder")
-    torch.save(dict(arch="resnet50", image_size=32), tmp_path / "other.pt")
-    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
-    finished = run(command(script, *flags), cwd=tmp_path, TORCH_HOME=str(tmp_path / "hub"), CUDA_VISIBLE_DEVICES="")
+def test_one_sentence(case, broken, tmp_path):
+    script, flags, sentence, env = (*CASES[case], {})[:4]
+    if flags[:1] == ["DATA"]:
+        flags = ["--device", "cpu", "--data-dir", *flags[1:]]
+    elif flags == ["AUTO"]:
+        flags = [*SMALL, "--epochs", "1"]
+    else:
+        flags = [*ONE, *flags]
+    flags = [flag.replace("{tmp}", str(broken)) for flag in flags]
+    env = {key: value.replace("{tmp}", str(broken)) for key, value in env.items()}
+    env = dict(TORCH_HOME=str(tmp_path / "home"), CUDA_VISIBLE_DEVICES="") | env
+    before = {path: path.read_bytes() for path in broken.rglob("*") if path.is_file() and ".lock" not in path.name}
+    if script == "alone":
+        script, arguments = "ddp_launch_train", [sys.executable, str(ROOT / "ddp_launch_train.py"), *flags]
+    elif script == "ddp_spawn_train" and "nproc" in case:
+        arguments = [sys.executable, str(ROOT / f"{script}.py"), *flags]
+    else:
+        arguments = command(script, *flags)
+    finished = run(arguments, cwd=tmp_path, timeout=60, **env)
     # spawn() says whom it ends, and torch.hub of PyTorch 2.6 what it is about to download.
     lines = [line for line in finished.stderr.splitlines() if not re.search("SIGTERM|^Downloading: ", line)]
-    assert finished.returncode == 2, finished.stderr
+    assert finished.returncode == 2, finished.stdout + finished.stderr
     assert len(lines) == 1 and lines[0].startswith(f"{script}.py: ") and sentence in lines[0], finished.stderr
     assert "Traceback" not in finished.stderr and "RESULT" not in finished.stdout
-    assert (tmp_path / "file").read_text() == "no checkpoint, no folder"
+    assert all(path.read_bytes() == text for path, text in before.items())
+    assert not (broken / "owned").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+
+
+def test_there_are_at_least_sixty_of_them():
+    assert len(CASES) >= 60
 
 
 @pytest.mark.parametrize("flags", [["--batch-size", "13"], ["--epochs", "many"], ["--device", "cuda"]], ids=" ".join)
-def test_under_torchrun_one_process_says_it(flags, tmp_path):
+def test_under_torchrun_one_process_says_it(flags):
     finished = run(command("ddp_launch_train", *SMALL, *ONE, *flags), real=True, CUDA_VISIBLE_DEVICES="")
     assert finished.returncode == 1  # torchrun's own
     said = [line for line in finished.stderr.splitlines() if line.startswith("ddp_launch_train.py: ")]
