@@ -316,6 +316,7 @@ def train(local_rank, world_size, meeting_file, args):
 
 def worker(*args):
     """Run train() in a process of its own; when it fails, end what it started."""
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGTERM)  # it ends with this script, if that is killed
     try:
         train(*args)
     finally:
@@ -328,6 +329,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: common.fail(stopped, code=143))
     args = parse_args()
     nproc = args.nproc or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # or it speaks last when a process fails
     try:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(worker, (nproc, f"{folder}/store", args), nproc)

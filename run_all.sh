@@ -51,6 +51,7 @@ run() {
 }
 
 # stop EXIT_CODE: end the recipe that runs, and this script.
+# shellcheck disable=SC2329 # the traps call it
 stop() {
   if [[ $running ]] && kill -TERM "$running" 2>/dev/null; then
     wait
@@ -93,10 +94,10 @@ main() {
   fi
   if [[ ${1-} == test ]]; then
     shift
-    python=$(find_python tests/requirements.txt torch torchvision tqdm tensorboard pytest ruff) || exit 1
+    python=$(find_python tests/requirements.txt torch torchvision tqdm tensorboard pytest xdist ruff) || exit 1
     "$python" -m ruff check . || exit 1
     PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run || exit 1
-    exec "$python" -m pytest "$@"
+    exec "$python" -m pytest -n 2 --dist loadfile "$@"
   fi
 
   python=$(find_python requirements.txt torch torchvision tqdm) || exit 1

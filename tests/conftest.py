@@ -21,6 +21,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell: no test could interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # The runs use the GPUs where there are two; what has to be equal bit for bit asks for the CPU itself.
 DEVICE = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
 SMALL = ["--synthetic", "--arch", "resnet18", "--image-size", "8", "--workers", "0", "--log-every", "1"]
@@ -197,6 +200,8 @@ def first_runs(tmp_path_factory):
             folder = copy_recipe(top / "project with a space", script)
             flags = [*SMALL, "--epochs", "3", "--device", "cpu", "--checkpoint", str(top / "run.pt")]
             flags += ["--tensorboard", str(top / "scalars")]
+            if script == "apex_amp_train":  # most CPUs compute float16 very slowly
+                flags += ["--image-size", "4"]
             done[script] = run(command(script, *flags, folder=folder), cwd=top, real=True), top
         return done[script]
 

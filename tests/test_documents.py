@@ -29,9 +29,9 @@ def test_numbered_comments_have_no_gap(script):
 @pytest.mark.parametrize(
     ("one", "other", "most"),
     [
-        ("dp_train", "ddp_launch_train", 122),
-        ("ddp_launch_train", "ddp_spawn_train", 56),
-        ("ddp_launch_train", "apex_amp_train", 90),
+        ("dp_train", "ddp_launch_train", 104),
+        ("ddp_launch_train", "ddp_spawn_train", 62),
+        ("ddp_launch_train", "apex_amp_train", 180),
     ],
 )
 def test_diffs_show_the_technique_and_little_else(one, other, most):
