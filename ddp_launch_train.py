@@ -169,6 +169,8 @@ def train(args):
         except Exception as error:  # whatever a broken or foreign file raises
             reason = str(error).partition("\n")[0]
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
+    for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
+        iter(loader)
     # [DDP 6/12] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
     if world_size == local_world_size:  # on one machine nothing listens to the network

@@ -148,6 +148,8 @@ def train(args):
         except Exception as error:  # whatever a broken or foreign file raises
             reason = str(error).partition("\n")[0]
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
+    for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
+        iter(loader)
     # [DP 3/5] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
     model = nn.DataParallel(net) if gpus > 1 else net
     # [DP 4/5] Its threads take over that autocast is on but not its type: without this, bf16 would be fp16 there.

@@ -23,7 +23,7 @@ def test_it_goes_on_when_a_recipe_fails_and_says_so(tmp_path):
     shutil.copy(ROOT / "run_all.sh", folder)
     with open(folder / "ddp_spawn_train.py", "a") as file:
         file.write("    sys.exit(3)\n")
-    flags = ["--epochs", "1", "--arch", "resnet18", "--image-size", "8", "--limit", "24", "--batch-size", "12"]
+    flags = ["--epochs", "1", "--arch", "resnet18", "--image-size", "4", "--limit", "24", "--batch-size", "12"]
     finished = run(["bash", str(folder / "run_all.sh"), *flags], cwd=tmp_path, timeout=600, PYTHON=sys.executable)
     assert finished.returncode == 1, finished.stderr
     rows = {}

@@ -1,0 +1,224 @@
+"""Training over two machines, by hand and under Slurm; the machines are two network namespaces of this one."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from conftest import METRICS, SMALL, command, copy_recipe, result, wait_until_gone
+
+FLAGS = [*SMALL, "--epochs", "3", "--device", "cpu"]
+
+JOB = """\
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --output=%x-%j.log
+
+export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export port=$((20000 + SLURM_JOB_ID % 10000))
+srun --kill-on-bad-exit --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'exec torchrun --nproc-per-node=gpu \\
+    --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --master-addr="$first" --master-port="$port" \\
+    ddp_launch_train.py --checkpoint run.pt'
+"""
+
+SLURM_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost=one
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=one,two CPUs=64 Gres=gpu:8
+PartitionName=main Nodes=ALL Default=YES
+"""
+
+
+class Machine:
+    """A network namespace and a host name: what runs here sees its own network card, ports and /etc/hosts."""
+
+    def __init__(self, name, address):
+        self.name, self.address = name, address
+        self.namespace = f"test-{os.getpid()}-{name}"
+        self.files = Path("/etc/netns", self.namespace)  # `ip netns exec` puts these files over those in /etc
+
+    def ip(self, *arguments):
+        subprocess.run(["ip", "-n", self.namespace, *arguments], check=True)
+
+    def command(self, arguments, **env):
+        """Return the command line that runs a command on this machine."""
+        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"', self.name]
+        return [*enter, *named, "env", *(f"{key}={value}" for key, value in env.items()), *arguments]
+
+    def remove(self):
+        inside = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True).stdout
+        for pid in inside.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)
+        shutil.rmtree(self.files, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.files.parent.rmdir()
+
+
+@pytest.fixture
+def machines():
+    """Two machines, `one` and `two`, with a cable between them; each finds the other by name."""
+    if os.geteuid() or not all(map(shutil.which, ["ip", "unshare", "hostname"])):
+        pytest.skip("needs root, ip, unshare and hostname")
+    one, two = both = Machine("one", "10.77.0.1"), Machine("two", "10.77.0.2")
+    try:
+        for machine in both:
+            made = subprocess.run(["ip", "netns", "add", machine.namespace], capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"needs network namespaces: {made.stderr.strip()}")
+            machine.files.mkdir(parents=True)
+            names = "".join(f"{other.address} {other.name}\n" for other in both)
+            (machine.files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        one.ip("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", two.namespace)
+        for machine in both:
+            machine.ip("address", "add", f"{machine.address}/24", "dev", "eth0")
+            machine.ip("link", "set", "lo", "up")
+            machine.ip("link", "set", "eth0", "up")
+        yield both
+    finally:
+        for machine in both:
+            machine.remove()
+
+
+def torchrun(*options, flags=FLAGS):
+    """Return the command line of torchrun with one process for one of two machines."""
+    arguments = command("ddp_launch_train", *flags, nproc=1)
+    arguments[3:4] = ["--nnodes=2", *options]
+    return arguments
+
+
+def only_result(*printed):
+    """Return the RESULT that is printed once over all machines."""
+    lines = [line for text in printed for line in text.splitlines() if "RESULT" in line]
+    assert len(lines) == 1, "\n".join(printed)
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def same_as_on_one_machine(found, first_runs):
+    one_machine = result(first_runs("ddp_launch_train")[0])
+    assert [found[key] for key in ["world_size", *METRICS]] == [one_machine[key] for key in ["world_size", *METRICS]]
+
+
+def test_two_machines_that_know_their_names_need_one_command(machines, start, first_runs):
+    arguments = torchrun("--rdzv-backend=c10d", "--rdzv-endpoint=one:29500", "--rdzv-id=test")
+    runs = [start(machine.command(arguments)) for machine in machines]
+    assert [run.process.wait(timeout=120) for run in runs] == [0, 0]
+    same_as_on_one_machine(only_result(*(run.log.read_text() for run in runs)), first_runs)
+
+
+def test_two_machines_with_addresses_alone(machines, start, first_runs):
+    # As Debian and Ubuntu install them: each has its own name at 127.0.1.1, and nobody knows the other's.
+    # gloo offers the address of its machine's name to the others, so here it is told the network card.
+    runs = []
+    for rank, machine in enumerate(machines):
+        (machine.files / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
+        arguments = torchrun(f"--node-rank={rank}", f"--master-addr={machines[0].address}", "--master-port=29500")
+        runs.append(start(machine.command(arguments, GLOO_SOCKET_IFNAME="eth0")))
+    assert [run.process.wait(timeout=120) for run in runs] == [0, 0]
+    same_as_on_one_machine(only_result(*(run.log.read_text() for run in runs)), first_runs)
+
+
+def test_a_cut_cable_ends_both_machines_and_the_same_commands_resume(machines, start, first_runs, tmp_path):
+    flags = [*FLAGS, "--checkpoint", str(tmp_path / "run.pt"), "--timeout", "10"]
+    commands = []
+    for rank, machine in enumerate(machines):
+        options = [f"--node-rank={rank}", "--master-addr=one", "--master-port=29500"]
+        commands.append(machine.command(torchrun(*options, flags=flags)))
+    runs = [start(arguments) for arguments in commands]
+    pids = runs[0].pids()
+    runs[0].wait_for("epoch 2 step 1")
+    machines[1].ip("link", "set", "eth0", "down")
+    for run in runs:
+        assert run.process.wait(timeout=60) != 0
+        assert "Timed out waiting 10000ms" in run.log.read_text()
+    wait_until_gone(pids)
+    machines[1].ip("link", "set", "eth0", "up")
+    runs = [start(arguments) for arguments in commands]
+    runs[0].wait_for("epochs +1 done, 2 to come")
+    assert [run.process.wait(timeout=120) for run in runs] == [0, 0]
+    same_as_on_one_machine(only_result(*(run.log.read_text() for run in runs)), first_runs)
+
+
+@pytest.fixture
+def slurm(machines, start):
+    """Slurm with both machines as its nodes; returns the function that runs one of its commands on the first."""
+    with tempfile.TemporaryDirectory(prefix="slurm") as name:  # in a short path: there are sockets inside
+        folder = Path(name)
+        files = dict(socket="munge.socket", key_file="key", log_file="log", pid_file="pid", seed_file="seed")
+        options = [f"--{key.replace('_', '-')}={folder / value}" for key, value in files.items()]
+        (folder / "key").write_bytes(os.urandom(128))
+        (folder / "key").chmod(0o600)
+        (folder / "slurm.conf").write_text(SLURM_CONFIGURATION.format(folder=folder))
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not used; searching for it fails here
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")  # Slurm counts them, no more
+        for gpu in range(8):
+            (folder / f"gpu{gpu}").touch()
+        for directory in ("state", *(machine.name for machine in machines)):
+            (folder / directory).mkdir()
+
+        def on(machine, *arguments):
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            return machine.command(arguments, SLURM_CONF=folder / "slurm.conf", PATH=path)
+
+        daemons = [start(["munged", "--foreground", "--force", *options])]
+        daemons[0].wait_for("Created socket")
+        daemons.append(start(on(machines[0], "slurmctld", "-D", "-i")))
+        daemons[1].wait_for("Running as primary controller")
+        daemons += [start(on(machine, "slurmd", "-D")) for machine in machines]
+        end = time.monotonic() + 60
+        states = on(machines[0], "sinfo", "--noheader", "--format=%D %T")
+        while (seen := subprocess.run(states, capture_output=True, text=True).stdout.strip()) != "2 idle":
+            assert time.monotonic() < end, seen + "".join(daemon.log.read_text() for daemon in daemons)
+            time.sleep(0.2)
+        yield lambda *arguments: on(machines[0], *arguments)
+        for daemon in reversed(daemons):
+            daemon.kill()
+        for machine in machines:
+            machine.remove()  # with the processes of jobs, which write into the folder
+
+
+@pytest.mark.skipif(
+    not all(map(shutil.which, ["munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol"])),
+    reason="needs Slurm (slurmctld, slurmd, munge)",
+)
+def test_two_slurm_jobs_on_the_same_two_nodes(slurm, start, first_runs, tmp_path):
+    job = JOB
+    for old, new in (("=gpu", "=1"), ("train.py", " ".join(["train.py", *FLAGS]))):
+        assert job.count(old) == 1
+        job = job.replace(old, new)
+    (tmp_path / "job.sh").write_text(job)
+    folders = [copy_recipe(tmp_path / name, "ddp_launch_train") for name in ("first", "second")]
+    # Both run at once, side by side: each has a port of its own.
+    submit = [slurm("sbatch", "--wait", f"--chdir={folder}", str(tmp_path / "job.sh")) for folder in folders]
+    runs = [start(arguments) for arguments in submit]
+    codes = [run.process.wait(timeout=180) for run in runs]
+    for code, folder in zip(codes, folders, strict=True):
+        (log,) = folder.glob("job.sh-*.log")
+        assert code == 0, log.read_text()
+        same_as_on_one_machine(only_result(log.read_text()), first_runs)
+        assert (folder / "run.pt").exists()
