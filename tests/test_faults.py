@@ -122,16 +122,16 @@ def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, k
 
 
 def test_torchrun_restarts_a_run_whose_process_is_killed(tmp_path, start):
-    flags = [*FEW, "--epochs", "6", "--checkpoint", str(tmp_path / "run.pt")]
+    flags = [*FEW, "--epochs", "6", "--checkpoint", str(tmp_path / "run.pt"), "--timeout", "30"]
     arguments = command("ddp_launch_train", *flags)
-    arguments.insert(3, "--max-restarts=2")
+    arguments.insert(3, "--max-restarts=3")
     running = start(arguments)
     pids = running.pids()
     running.wait_for("epoch 3 step")
     os.kill(pids[1], signal.SIGKILL)
-    assert running.process.wait(timeout=120) == 0, running.log.read_text()
+    assert running.process.wait(timeout=150) == 0, running.log.read_text()
     done = [int(done) for done in re.findall(r"epochs      (\d) done", running.log.read_text())]
-    assert len(done) == 2 and done[0] == 0 and done[1] in (2, 3)
+    assert done[0] == 0 and all(epochs in (2, 3) for epochs in done[1:]) and len(done) > 1
     assert running.log.read_text().count("RESULT ") == 1
 
 

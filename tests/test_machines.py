@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,24 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import METRICS, SMALL, command, copy_recipe, result, wait_until_gone
+from conftest import METRICS, ROOT, SMALL, command, copy_recipe, result, wait_until_gone
 
 FLAGS = [*SMALL, "--epochs", "3", "--device", "cpu"]
 
-JOB = """\
-#!/bin/bash
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=4
-#SBATCH --cpus-per-task=32
-#SBATCH --output=%x-%j.log
-
-export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export port=$((20000 + SLURM_JOB_ID % 10000))
-srun --kill-on-bad-exit --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c 'exec torchrun --nproc-per-node=gpu \\
-    --nnodes="$SLURM_NNODES" --node-rank="$SLURM_NODEID" --master-addr="$first" --master-port="$port" \\
-    ddp_launch_train.py --checkpoint run.pt'
-"""
+# README's own job script, with one process instead of GPUs.
+[JOB] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 SLURM_CONFIGURATION = """\
 ClusterName=test
