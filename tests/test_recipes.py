@@ -226,7 +226,7 @@ def test_interrupt_ends_every_process(script, start):
     if script in ("dp_train", "ddp_spawn_train"):
         assert running.process.returncode == 130
         last = running.log.read_text().splitlines()[-1]
-        assert "interrupted; with --checkpoint FILE" in last
+        assert "stopped; with --checkpoint FILE" in last
     wait_until_gone(pids)
 
 
