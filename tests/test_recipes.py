@@ -225,8 +225,8 @@ def test_interrupt_ends_every_process(script, start):
     assert running.process.returncode != 0
     if script in ("dp_train", "ddp_spawn_train"):
         assert running.process.returncode == 130
-        last = running.log.read_text().splitlines()[-1]
-        assert "stopped; with --checkpoint FILE" in last
+        # Not always the last line of spawn: a data-loading process may still say that its reader is gone.
+        assert running.log.read_text().count(f"{script}.py: stopped; with --checkpoint FILE") == 1
     wait_until_gone(pids)
 
 
