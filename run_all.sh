@@ -37,7 +37,8 @@ run() {
   local name=$1
   shift
   say '' "== $name: $*"
-  "$@" >"$logs/$name.log" 2>&1 &
+  : >"$logs/$name.log"
+  "$@" >>"$logs/$name.log" 2>&1 &
   running=$!
   tail -n +1 -s 0.2 -f --pid="$running" "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2 &
   wait "$running" # in the background, so that a signal is heard at once
