@@ -51,10 +51,12 @@ def parse_args():
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
+    add("--eager", action="store_true", help="start every GPU kernel from Python, without a CUDA graph")
     add("--seed", metavar="N", type=int, default=21)
     add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
     add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
+    add("--profile", metavar="FILE", help="write a trace of three training steps, to open in ui.perfetto.dev")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else cpu")
     add("--sync-bn", action="store_true", help="BatchNorm over the whole batch, not over each process's share")
     add("--timeout", metavar="SECONDS", type=int, default=600, help="until a process that hangs ends the run")
@@ -95,7 +97,7 @@ def save(state, path, temporary):
 @record  # lets torchrun show the traceback of the process that failed
 def train(args):
     # ------------------------------------------------------------------------------------------------- Setup
-    # [DDP 1/12] torchrun starts this file once per GPU and tells each process, in its environment, who it is.
+    # [DDP 1/14] torchrun starts this file once per GPU and tells each process, in its environment, who it is.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, local_rank, world_size, local_world_size = (int(os.environ[name]) for name in names)
     cuda = args.device == "cuda"
@@ -104,10 +106,11 @@ def train(args):
     if args.batch_size % world_size:
         less = max(args.batch_size // world_size, 1) * world_size
         common.fail(f"--batch-size must divide by {world_size} processes; {less} and {less + world_size} are nearest")
-    # [DDP 2/12] Each process takes its own GPU before any other CUDA call; else all put a context on GPU 0.
+    # [DDP 2/14] Each process takes its own GPU before any other CUDA call; else all put a context on GPU 0.
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())  # a CUDA graph cannot record the default stream
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     own_gpus = [local_rank] if cuda else []
     gpus = len(own_gpus) * world_size
@@ -127,17 +130,17 @@ def train(args):
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
-    # [DDP 3/12] Each process trains on its own share of the images; without the sampler all read the same ones.
+    # [DDP 3/14] Each process trains on its own share of the images; without the sampler all read the same ones.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    # [DDP 4/12] It validates its own share too, unpadded: DistributedSampler would count some images twice.
-    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), **loading)
+    # [DDP 4/14] It validates its own share too, unpadded: DistributedSampler would count some images twice.
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), **loading | dict(batch_size=625))
     transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
     steps = len(train_loader)
 
     # ----------------------------------------------------------------------------------- Model and optimizer
     net = common.build_resnet(args.arch, args.image_size, args.pretrained)
-    # [DDP 5/12] Freeze and convert layers before wrapping: DDP notes only then which gradients it has to average.
+    # [DDP 5/14] Freeze and convert layers before wrapping: DDP notes only then which gradients it has to average.
     if args.freeze_backbone:
         net.requires_grad_(False)
         net.fc.requires_grad_(True)
@@ -146,7 +149,8 @@ def train(args):
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
     lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    rate = torch.tensor(lr, device=device)  # a number would be part of a CUDA graph for good
+    optimizer = torch.optim.SGD(trainable, rate, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
 
     def one_cycle(step):  # up to lr over the first fifth of the run, then down to zero, both in a straight line
@@ -163,6 +167,7 @@ def train(args):
                 raise ValueError(f"it has {' '.join(differs)}")
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(device)
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
             changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
@@ -171,16 +176,16 @@ def train(args):
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
         iter(loader)
-    # [DDP 6/12] Join the other processes only now, with all files at hand: no collective waits for a download.
+    # [DDP 6/14] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
     if world_size == local_world_size:  # on one machine nothing listens to the network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, "env://", timeout, world_size, rank, device_id=device if cuda else None)
-    # [DDP 7/12] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
+    # [DDP 7/14] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
     model = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)
-    model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 10
+    model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 12
     if args.compile:
         model = torch.compile(model)
 
@@ -208,7 +213,7 @@ def train(args):
             common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
 
     def report(step, now, loss, copied):
-        """Print the line of a step: the loss of this process's share, and the speed since the last line."""
+        """Print the line of a step: the loss, and the speed since the last line."""
         nonlocal last_step, last_time
         if cuda:
             copied.synchronize()
@@ -218,51 +223,79 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    start = time.perf_counter()
-    timed, train_seconds = -min(10, (args.epochs - epochs_done) * steps // 2), 0.0  # steps below 0 are warm-up
+    profiler = None
+    if args.profile and rank == 0:
+        profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(skip_first=16, wait=0, warmup=2, active=3, repeat=1),
+            on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile),
+        )
+        profiler.start()
+    inputs = torch.empty(args.batch_size // world_size, 32, 32, 3, dtype=torch.uint8, device=device)
+    targets = torch.empty(args.batch_size // world_size, dtype=torch.int64, device=device)
+    step_loss = torch.zeros((), device=device)
+    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
+
+    def update():
+        """Train one step on the images in `inputs`; nothing in it waits for the GPU."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = F.cross_entropy(model(transform(inputs, train=True)), targets, label_smoothing=0.1)
+        net.zero_grad()
+        loss.backward()
+        if args.clip_grad:
+            nn.utils.clip_grad_norm_(trainable, args.clip_grad)
+        optimizer.step()
+        train_sum.add_(step_loss.copy_(loss.detach()))
+
+    graph = torch.cuda.CUDAGraph() if cuda and not args.eager else None
+    start, done, train_seconds = time.perf_counter(), 0, 0.0
+    warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 8/12] Each epoch has its own order of the images; without set_epoch() all have that of the first.
+        # [DDP 8/14] Each epoch has its own order of the images; without set_epoch() all have that of the first.
         sampler.set_epoch(epoch)
-        # [DDP 9/12] Each rank has its own seed; with one for all, every process would crop and flip alike.
+        # [DDP 9/14] Each rank has its own seed; with one for all, every process would crop and flip alike.
         common.seed_everything(args.seed, epoch, rank)
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
-        totals = torch.zeros(4, dtype=torch.float64, device=device)
-        train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
+        totals.zero_()
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         late, last_step, no_bar = None, 0, bar.disable
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
-            net.zero_grad()
-            loss.backward()
-            if args.clip_grad:
-                nn.utils.clip_grad_norm_(trainable, args.clip_grad)
-            optimizer.step()
+            inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
+            # [DDP 10/14] Python takes longer to start a small step's kernels than the GPU to run them. A CUDA graph
+            # records one step, all-reduce included (DDP allows it after eleven), and from then on starts it as a whole.
+            if graph and done == 12:
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                    update()
+                update = graph.replay
+            update()
             scheduler.step()
-            train_sum.add_(loss.detach())
             # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
             if late:
                 report(*late)
             late = None
             if step % args.log_every == 0:
-                copy = loss.detach().to("cpu", non_blocking=True)
+                # [DDP 11/14] The mean of all processes. --timeout counts here: within a graph NCCL watches nothing.
+                mean = step_loss / world_size
+                dist.all_reduce(mean)
+                copy = mean.to("cpu", non_blocking=True)
                 late = step, time.perf_counter(), copy, torch.cuda.current_stream().record_event() if cuda else None
-            timed += 1
-            if timed == 0:
+            if profiler:
+                profiler.step()
+            done += 1
+            if done == warm:
                 train_seconds, clock = 0.0, time.perf_counter()
         if late:
             report(*late)
+        # [DDP 12/14] BatchNorm's statistics are each process's own so far; their mean is what counts from here on.
+        for buffer in filter(torch.is_floating_point, net.buffers()):
+            dist.all_reduce(buffer.div_(world_size))
         if cuda:
             torch.cuda.synchronize()
         train_seconds += time.perf_counter() - clock
         images_per_second = steps * args.batch_size / (time.perf_counter() - epoch_start)
 
         # ------------------------------------------------------------------------------------------ Validate
-        # [DDP 10/12] BatchNorm's statistics are each process's own so far; their mean is what counts from here on.
-        for buffer in filter(torch.is_floating_point, net.buffers()):
-            dist.all_reduce(buffer.div_(world_size))
         net.eval()
         with torch.no_grad():
             for images, labels in test_loader:
@@ -272,11 +305,11 @@ def train(args):
                 val_sum.add_(F.cross_entropy(outputs, labels, reduction="sum"))
                 correct.add_((outputs.argmax(1) == labels).sum())
                 count.add_(len(labels))
-        # [DDP 11/12] One all-reduce an epoch turns each process's own sums into those over all processes.
+        # [DDP 13/14] One all-reduce an epoch turns each process's own sums into those over all processes.
         dist.all_reduce(totals)
-        train_sum, val_sum, correct, count = totals.tolist()
-        assert count == len(test_set), "each test image is counted once"
-        train_loss, val_loss, val_accuracy = train_sum / (steps * world_size), val_sum / count, correct / count
+        losses, val_losses, hits, seen = totals.tolist()
+        assert seen == len(test_set), "each test image is counted once"
+        train_loss, val_loss, val_accuracy = losses / (steps * world_size), val_losses / seen, hits / seen
         metrics = dict(train_loss=train_loss, val_loss=val_loss, val_accuracy=val_accuracy)
         seconds = time.perf_counter() - epoch_start
         print(f"epoch {epoch} {' '.join(f'{k} {v}' for k, v in metrics.items())} seconds {seconds:.2f}", flush=True)
@@ -288,7 +321,7 @@ def train(args):
                 writer.add_scalar(name, value, epoch)
 
         # ---------------------------------------------------------------------------------------------- Save
-        # [DDP 12/12] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
+        # [DDP 14/14] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
         if args.checkpoint and rank == 0:
             path, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
             if val_accuracy > best:
@@ -306,12 +339,12 @@ def train(args):
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
         world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
         batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
-        images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
-        seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
+        images_per_second=(done - warm) * args.batch_size / train_seconds if done > warm else None,
+        seconds_per_20_steps=20 * train_seconds / (done - warm) if done > warm else None,
         peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
     )
     print("RESULT", json.dumps(result), flush=True)
-    del model  # before its process group, and everyone after it: else PyTorch 2.6 hangs here at times, over gloo
+    model = update = graph = None  # before their process group, and everyone after it: else PyTorch 2.6 hangs at times
     dist.destroy_process_group()
 
 

@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -47,10 +48,12 @@ def parse_args():
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--precision", choices=["fp32", "tf32", "bf16"], help="default: bf16 where the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
+    add("--eager", action="store_true", help="start every GPU kernel from Python, without a CUDA graph")
     add("--seed", metavar="N", type=int, default=21)
     add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
     add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
+    add("--profile", metavar="FILE", help="write a trace of three training steps, to open in ui.perfetto.dev")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else cpu")
     args = parser.parse_args()
     for name, value in vars(args).items():
@@ -83,14 +86,38 @@ def save(state, path, temporary):
             temporary.unlink()
 
 
+class DataParallel(nn.DataParallel):
+    """nn.DataParallel, but its threads last."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.threads = [ThreadPoolExecutor(1) for _ in self.device_ids]
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        # [DP 2/6] The original starts new threads in every step, and cuDNN remembers by thread which algorithm was
+        # fastest: with cudnn.benchmark, every step would try every algorithm of every convolution again.
+        # [DP 3/6] It also drops autocast's type: in its threads bf16 is float16.
+        autocast, grad = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")), torch.is_grad_enabled()
+
+        def forward(replica, arguments, keywords, stream):
+            with torch.cuda.stream(stream), torch.autocast("cuda", *autocast), torch.set_grad_enabled(grad):
+                return replica(*arguments, **keywords)
+
+        streams = map(torch.cuda.current_stream, self.device_ids)
+        work = zip(self.threads, replicas, inputs, kwargs, streams, strict=False)  # a small batch may need fewer GPUs
+        futures = [thread.submit(forward, *rest) for thread, *rest in work]
+        return [future.result() for future in futures]
+
+
 def train(args):
     # ------------------------------------------------------------------------------------------------- Setup
-    # [DP 1/5] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
+    # [DP 1/6] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
     rank, local_rank, world_size = 0, 0, 1
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())  # a CUDA graph cannot record the default stream
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     own_gpus = list(range(torch.cuda.device_count())) if cuda else []
     gpus = len(own_gpus) * world_size
@@ -98,9 +125,7 @@ def train(args):
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     precision = args.precision or ("bf16" if bf16 else "fp32")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision != "fp32"
-    # [DP 2/5] DataParallel starts new threads every step, and cuDNN remembers what it measured by thread: with
-    # benchmark on several GPUs, every step tries every algorithm of every convolution again.
-    torch.backends.cudnn.benchmark = gpus < 2
+    torch.backends.cudnn.benchmark = True
 
     # -------------------------------------------------------------------------------------------------- Data
     if args.synthetic:
@@ -113,7 +138,7 @@ def train(args):
     if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
-    test_loader = DataLoader(test_set, **loading)
+    test_loader = DataLoader(test_set, **loading | dict(batch_size=625))  # 10,000 images in equal parts, on any GPUs
     transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
     steps = len(train_loader)
 
@@ -125,7 +150,8 @@ def train(args):
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
     lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(trainable, lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    rate = torch.tensor(lr, device=device)  # a number would be part of a CUDA graph for good
+    optimizer = torch.optim.SGD(trainable, rate, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     total, warmup = args.epochs * steps, 0.2 * args.epochs * steps
 
     def one_cycle(step):  # up to lr over the first fifth of the run, then down to zero, both in a straight line
@@ -142,6 +168,7 @@ def train(args):
                 raise ValueError(f"it has {' '.join(differs)}")
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(device)
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
             changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
@@ -150,10 +177,8 @@ def train(args):
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
         iter(loader)
-    # [DP 3/5] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
-    model = nn.DataParallel(net) if gpus > 1 else net
-    # [DP 4/5] Its threads take over that autocast is on but not its type: without this, bf16 would be fp16 there.
-    net.register_forward_pre_hook(lambda *_: torch.set_autocast_dtype(device.type, torch.bfloat16))
+    # [DP 4/6] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
+    model = DataParallel(net) if gpus > 1 else net
     if args.compile and gpus > 1:
         print("--compile is left out: torch.compile does nothing for nn.DataParallel; ddp_launch_train.py compiles")
     elif args.compile:
@@ -178,7 +203,7 @@ def train(args):
             common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
 
     def report(step, now, loss, copied):
-        """Print the line of a step: the loss of this process's share, and the speed since the last line."""
+        """Print the line of a step: the loss, and the speed since the last line."""
         nonlocal last_step, last_time
         if cuda:
             copied.synchronize()
@@ -188,36 +213,61 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    start = time.perf_counter()
-    timed, train_seconds = -min(10, (args.epochs - epochs_done) * steps // 2), 0.0  # steps below 0 are warm-up
+    profiler = None
+    if args.profile and rank == 0:
+        profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(skip_first=16, wait=0, warmup=2, active=3, repeat=1),
+            on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile),
+        )
+        profiler.start()
+    inputs = torch.empty(args.batch_size // world_size, 32, 32, 3, dtype=torch.uint8, device=device)
+    targets = torch.empty(args.batch_size // world_size, dtype=torch.int64, device=device)
+    step_loss = torch.zeros((), device=device)
+    totals = torch.zeros(4, dtype=torch.float64, device=device)
+    train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
+
+    def update():
+        """Train one step on the images in `inputs`; nothing in it waits for the GPU."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = F.cross_entropy(model(transform(inputs, train=True)), targets, label_smoothing=0.1)
+        net.zero_grad()
+        loss.backward()
+        if args.clip_grad:
+            nn.utils.clip_grad_norm_(trainable, args.clip_grad)
+        optimizer.step()
+        train_sum.add_(step_loss.copy_(loss.detach()))
+
+    graph = torch.cuda.CUDAGraph() if gpus == 1 and not args.eager else None
+    start, done, train_seconds = time.perf_counter(), 0, 0.0
+    warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch, rank)
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
-        totals = torch.zeros(4, dtype=torch.float64, device=device)
-        train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
+        totals.zero_()
         bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
         late, last_step, no_bar = None, 0, bar.disable
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)
-            net.zero_grad()
-            loss.backward()
-            if args.clip_grad:
-                nn.utils.clip_grad_norm_(trainable, args.clip_grad)
-            optimizer.step()
+            inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
+            # [DP 5/6] Python needs longer to start the kernels of a small step than the GPU to run them. On one GPU a
+            # CUDA graph records one step and then starts it as a whole; the threads of several cannot be recorded.
+            if graph and done == 12:
+                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                    update()
+                update = graph.replay
+            update()
             scheduler.step()
-            train_sum.add_(loss.detach())
             # The GPU never waits for the host: a loss sets out for it here and is printed after the next step.
             if late:
                 report(*late)
             late = None
             if step % args.log_every == 0:
-                copy = loss.detach().to("cpu", non_blocking=True)
+                copy = step_loss.to("cpu", non_blocking=True)
                 late = step, time.perf_counter(), copy, torch.cuda.current_stream().record_event() if cuda else None
-            timed += 1
-            if timed == 0:
+            if profiler:
+                profiler.step()
+            done += 1
+            if done == warm:
                 train_seconds, clock = 0.0, time.perf_counter()
         if late:
             report(*late)
@@ -236,9 +286,9 @@ def train(args):
                 val_sum.add_(F.cross_entropy(outputs, labels, reduction="sum"))
                 correct.add_((outputs.argmax(1) == labels).sum())
                 count.add_(len(labels))
-        train_sum, val_sum, correct, count = totals.tolist()
-        assert count == len(test_set), "each test image is counted once"
-        train_loss, val_loss, val_accuracy = train_sum / (steps * world_size), val_sum / count, correct / count
+        losses, val_losses, hits, seen = totals.tolist()
+        assert seen == len(test_set), "each test image is counted once"
+        train_loss, val_loss, val_accuracy = losses / (steps * world_size), val_losses / seen, hits / seen
         metrics = dict(train_loss=train_loss, val_loss=val_loss, val_accuracy=val_accuracy)
         seconds = time.perf_counter() - epoch_start
         print(f"epoch {epoch} {' '.join(f'{k} {v}' for k, v in metrics.items())} seconds {seconds:.2f}", flush=True)
@@ -250,7 +300,7 @@ def train(args):
                 writer.add_scalar(name, value, epoch)
 
         # ---------------------------------------------------------------------------------------------- Save
-        # [DP 5/5] net is written rather than model: no "module." before the names of the weights.
+        # [DP 6/6] net is written rather than model: no "module." before the names of the weights.
         if args.checkpoint and rank == 0:
             path, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
             if val_accuracy > best:
@@ -266,8 +316,8 @@ def train(args):
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
         world_size=world_size, pids=pids, arch=args.arch, image_size=args.image_size, precision=precision,
         batch_size=args.batch_size, epochs=args.epochs, steps=args.epochs * steps,
-        images_per_second=timed * args.batch_size / train_seconds if timed > 0 else None,
-        seconds_per_20_steps=20 * train_seconds / timed if timed > 0 else None,
+        images_per_second=(done - warm) * args.batch_size / train_seconds if done > warm else None,
+        seconds_per_20_steps=20 * train_seconds / (done - warm) if done > warm else None,
         peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
     )
     print("RESULT", json.dumps(result), flush=True)
