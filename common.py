@@ -104,7 +104,7 @@ def build_resnet(arch, image_size, pretrained=False):
     has it for CIFAR-10 (https://arxiv.org/abs/1512.03385); larger ones keep the ImageNet stem.
     `pretrained` loads torchvision's newest ImageNet weights for all but the last layer.
     """
-    net = torchvision.models.get_model(arch)
+    net = torchvision.models.get_model(arch, zero_init_residual=True)  # each block starts as the identity
     if pretrained:
         weights = torchvision.models.get_model_weights(arch).DEFAULT
         folder = Path(torch.hub.get_dir(), "checkpoints")

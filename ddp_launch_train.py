@@ -211,6 +211,13 @@ def train(args):
             writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
         except (ImportError, OSError) as error:
             common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
+    if args.profile and rank == 0:
+        if (args.epochs - epochs_done) * steps < 8:
+            common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
+        try:
+            open(args.profile, "a").close()
+        except OSError as error:
+            common.fail(f"no --profile {args.profile} ({error}); name a file that can be written")
 
     def report(step, now, loss, copied):
         """Print the line of a step: the loss, and the speed since the last line."""
@@ -223,13 +230,6 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    profiler = None
-    if args.profile and rank == 0:
-        profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(skip_first=16, wait=0, warmup=2, active=3, repeat=1),
-            on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile),
-        )
-        profiler.start()
     inputs = torch.empty(args.batch_size // world_size, 32, 32, 3, dtype=torch.uint8, device=device)
     targets = torch.empty(args.batch_size // world_size, dtype=torch.int64, device=device)
     step_loss = torch.zeros((), device=device)
@@ -237,7 +237,7 @@ def train(args):
     train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
 
     def update():
-        """Train one step on the images in `inputs`; nothing in it waits for the GPU."""
+        """Train one step on `inputs` and `targets`."""
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = F.cross_entropy(model(transform(inputs, train=True)), targets, label_smoothing=0.1)
         net.zero_grad()
@@ -250,6 +250,13 @@ def train(args):
     graph = torch.cuda.CUDAGraph() if cuda and not args.eager else None
     start, done, train_seconds = time.perf_counter(), 0, 0.0
     warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
+    profiler = None
+    if args.profile and rank == 0:
+        schedule = torch.profiler.schedule(skip_first=warm, wait=0, warmup=1, active=3, repeat=1)
+        profiler = torch.profiler.profile(
+            schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile)
+        )
+        profiler.start()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         # [DDP 8/14] Each epoch has its own order of the images; without set_epoch() all have that of the first.
         sampler.set_epoch(epoch)
@@ -284,6 +291,8 @@ def train(args):
                 profiler.step()
             done += 1
             if done == warm:
+                if cuda:
+                    torch.cuda.synchronize()
                 train_seconds, clock = 0.0, time.perf_counter()
         if late:
             report(*late)

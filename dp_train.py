@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel._functions import Broadcast
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -87,31 +88,43 @@ def save(state, path, temporary):
 
 
 class DataParallel(nn.DataParallel):
-    """nn.DataParallel, but its threads last."""
+    """nn.DataParallel, but the copies of the network and the threads that run them last from step to step."""
 
     def __init__(self, net):
         super().__init__(net)
         self.threads = [ThreadPoolExecutor(1) for _ in self.device_ids]
+        self.copies = None
 
-    def parallel_apply(self, replicas, inputs, kwargs):
-        # [DP 2/6] The original starts new threads in every step, and cuDNN remembers by thread which algorithm was
+    def replicate(self, net, gpus):
+        # [DP 1/7] The original builds every module of every copy anew in every step; only their weights have to be new.
+        if self.copies is None:
+            self.copies = super().replicate(net, gpus)
+            names = [name.rpartition(".") for name, _ in net.named_parameters()]
+            self.slots = [(vars(copy.get_submodule(path)), name) for copy in self.copies for path, _, name in names]
+        weights = Broadcast.apply(gpus, *net.parameters())  # in backward() it adds up the gradients
+        for (attributes, name), weight in zip(self.slots, weights, strict=True):
+            attributes[name] = weight
+        return self.copies
+
+    def parallel_apply(self, copies, inputs, kwargs):
+        # [DP 2/7] The original starts new threads in every step, and cuDNN remembers by thread which algorithm was
         # fastest: with cudnn.benchmark, every step would try every algorithm of every convolution again.
-        # [DP 3/6] It also drops autocast's type: in its threads bf16 is float16.
+        # [DP 3/7] It also drops autocast's type: in its threads bf16 is float16.
         autocast, grad = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")), torch.is_grad_enabled()
 
-        def forward(replica, arguments, keywords, stream):
+        def forward(copy, arguments, keywords, stream):
             with torch.cuda.stream(stream), torch.autocast("cuda", *autocast), torch.set_grad_enabled(grad):
-                return replica(*arguments, **keywords)
+                return copy(*arguments, **keywords)
 
         streams = map(torch.cuda.current_stream, self.device_ids)
-        work = zip(self.threads, replicas, inputs, kwargs, streams, strict=False)  # a small batch may need fewer GPUs
+        work = zip(self.threads, copies, inputs, kwargs, streams, strict=False)  # a small batch may need fewer GPUs
         futures = [thread.submit(forward, *rest) for thread, *rest in work]
         return [future.result() for future in futures]
 
 
 def train(args):
     # ------------------------------------------------------------------------------------------------- Setup
-    # [DP 1/6] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
+    # [DP 4/7] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
     rank, local_rank, world_size = 0, 0, 1
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -177,7 +190,7 @@ def train(args):
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
         iter(loader)
-    # [DP 4/6] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
+    # [DP 5/7] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
     model = DataParallel(net) if gpus > 1 else net
     if args.compile and gpus > 1:
         print("--compile is left out: torch.compile does nothing for nn.DataParallel; ddp_launch_train.py compiles")
@@ -201,6 +214,13 @@ def train(args):
             writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
         except (ImportError, OSError) as error:
             common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
+    if args.profile and rank == 0:
+        if (args.epochs - epochs_done) * steps < 8:
+            common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
+        try:
+            open(args.profile, "a").close()
+        except OSError as error:
+            common.fail(f"no --profile {args.profile} ({error}); name a file that can be written")
 
     def report(step, now, loss, copied):
         """Print the line of a step: the loss, and the speed since the last line."""
@@ -213,13 +233,6 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    profiler = None
-    if args.profile and rank == 0:
-        profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(skip_first=16, wait=0, warmup=2, active=3, repeat=1),
-            on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile),
-        )
-        profiler.start()
     inputs = torch.empty(args.batch_size // world_size, 32, 32, 3, dtype=torch.uint8, device=device)
     targets = torch.empty(args.batch_size // world_size, dtype=torch.int64, device=device)
     step_loss = torch.zeros((), device=device)
@@ -227,7 +240,7 @@ def train(args):
     train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals
 
     def update():
-        """Train one step on the images in `inputs`; nothing in it waits for the GPU."""
+        """Train one step on `inputs` and `targets`."""
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = F.cross_entropy(model(transform(inputs, train=True)), targets, label_smoothing=0.1)
         net.zero_grad()
@@ -240,6 +253,13 @@ def train(args):
     graph = torch.cuda.CUDAGraph() if gpus == 1 and not args.eager else None
     start, done, train_seconds = time.perf_counter(), 0, 0.0
     warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
+    profiler = None
+    if args.profile and rank == 0:
+        schedule = torch.profiler.schedule(skip_first=warm, wait=0, warmup=1, active=3, repeat=1)
+        profiler = torch.profiler.profile(
+            schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile)
+        )
+        profiler.start()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch, rank)
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
@@ -249,7 +269,7 @@ def train(args):
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
             inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
-            # [DP 5/6] Python needs longer to start the kernels of a small step than the GPU to run them. On one GPU a
+            # [DP 6/7] Python needs longer to start the kernels of a small step than the GPU to run them. On one GPU a
             # CUDA graph records one step and then starts it as a whole; the threads of several cannot be recorded.
             if graph and done == 12:
                 with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
@@ -268,6 +288,8 @@ def train(args):
                 profiler.step()
             done += 1
             if done == warm:
+                if cuda:
+                    torch.cuda.synchronize()
                 train_seconds, clock = 0.0, time.perf_counter()
         if late:
             report(*late)
@@ -300,7 +322,7 @@ def train(args):
                 writer.add_scalar(name, value, epoch)
 
         # ---------------------------------------------------------------------------------------------- Save
-        # [DP 6/6] net is written rather than model: no "module." before the names of the weights.
+        # [DP 7/7] net is written rather than model: no "module." before the names of the weights.
         if args.checkpoint and rank == 0:
             path, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
             if val_accuracy > best:

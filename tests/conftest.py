@@ -201,7 +201,7 @@ def first_runs(tmp_path_factory):
             top = tmp_path_factory.mktemp(script)
             folder = copy_recipe(top / "project with a space", script)
             flags = [*SMALL, "--epochs", "3", "--device", "cpu", "--checkpoint", str(top / "run.pt")]
-            flags += ["--tensorboard", str(top / "scalars")]
+            flags += ["--tensorboard", str(top / "scalars"), "--profile", str(top / "trace.json")]
             if script == "apex_amp_train":  # most CPUs compute float16 very slowly
                 flags += ["--image-size", "4"]
             done[script] = run(command(script, *flags, folder=folder), cwd=top, real=True), top

@@ -120,10 +120,8 @@ SCALE = ("torch.amp.GradScaler(device.type, ", "torch.amp.GradScaler(device.type
 
 def test_a_first_step_that_overflows_is_skipped_and_nothing_else(tmp_path):
     # Against an optimizer that does not know of the scaler: it is not called at all for the step that is skipped.
-    every = "    for epoch in range(epochs_done + 1"
     infinite = [
-        ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if timed == first else 1), opt"),
-        (every, "    first = timed\n" + every),
+        ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if done == 0 else 1), opt"),
         SCALE,
     ]
     plain = [("nesterov=True, fused=True", "nesterov=True, foreach=True")]

@@ -29,7 +29,7 @@ def test_numbered_comments_have_no_gap(script):
 @pytest.mark.parametrize(
     ("one", "other", "most"),
     [
-        ("dp_train", "ddp_launch_train", 104),
+        ("dp_train", "ddp_launch_train", 148),
         ("ddp_launch_train", "ddp_spawn_train", 62),
         ("ddp_launch_train", "apex_amp_train", 180),
     ],

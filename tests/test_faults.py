@@ -165,7 +165,7 @@ def test_a_signal_ends_every_process_within_ten_seconds(script, number, code, st
 
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
 def test_a_process_that_hangs_ends_the_run(script, tmp_path):
-    line = "            train_sum.add_(loss.detach())\n"
+    line = "            scheduler.step()\n"
     hang = "            if rank == 1 and step == 2: time.sleep(1000)\n"
     folder = edited(tmp_path / "edited", script, (line, line + hang))
     begin = time.monotonic()
@@ -210,8 +210,8 @@ def test_a_checkpoint_folder_that_cannot_be_made(tmp_path):
 
 @pytest.mark.parametrize("script", ["ddp_spawn_train", "dp_train"])
 def test_a_loss_that_is_no_number_ends_the_run_and_spares_the_checkpoint(script, tmp_path):
-    line = "                loss = F.cross_entropy(model(transform(images, train=True)), labels, label_smoothing=0.1)\n"
-    worse = "                loss = loss / (epoch < 2)\n"
+    line = "            loss = F.cross_entropy(model(transform(inputs, train=True)), targets, label_smoothing=0.1)\n"
+    worse = "            loss = loss / (epoch < 2)\n"
     folder = edited(tmp_path / "edited", script, (line, line + worse))
     path = tmp_path / "run.pt"
     finished = run(command(script, *FEW, "--epochs", "3", "--checkpoint", str(path), folder=folder))

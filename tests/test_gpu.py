@@ -1,19 +1,27 @@
 """What only GPUs can show. Skipped, by name, where there are fewer than two."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
-from conftest import METRICS, ROOT, SMALL, command, edited, result, run
+from conftest import METRICS, ROOT, SMALL, command, edited, result, run, wait_until_gone
 from test_apex import states
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 APEX = bool(importlib.util.find_spec("apex.amp")) if importlib.util.find_spec("apex") else False
 needs_apex = pytest.mark.skipif(not APEX, reason="needs NVIDIA Apex, tag 25.04")
 ON_GPU = [*SMALL, "--epochs", "1", "--device", "cuda"]
+# Run after run the same numbers: no choice of algorithms by their speed.
+EXACT = (
+    "    torch.backends.cudnn.benchmark = True\n",
+    "    torch.use_deterministic_algorithms(True, warn_only=True)\n",
+)
+
 
 
 def test_sync_bn_gives_all_processes_the_same_statistics(tmp_path):
@@ -30,15 +38,18 @@ def test_sync_bn_gives_all_processes_the_same_statistics(tmp_path):
         assert len(set(re.findall(r"SUM (\S+)", finished.stdout))) == different
 
 
+def visible():
+    """Return the names of the GPUs that these tests may use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+
+
 def test_a_subset_of_the_gpus():
-    last = torch.cuda.device_count() - 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(last + 1)))).split(",")
-    found = result(run(command("ddp_spawn_train", *ON_GPU, nproc=1), CUDA_VISIBLE_DEVICES=visible[last]))
+    found = result(run(command("ddp_spawn_train", *ON_GPU, nproc=1), CUDA_VISIBLE_DEVICES=visible()[-1]))
     assert found["gpus"] == 1 and found["backend"] == "nccl"
 
 
 def test_data_parallel_threads_compute_in_bf16(tmp_path):
-    line = "    model = nn.DataParallel(net) if gpus > 1 else net\n"
+    line = "    model = DataParallel(net) if gpus > 1 else net\n"
     say = "    net.conv1.register_forward_hook(lambda module, inputs, output: print(f'TYPE {output.dtype} ', end=''))\n"
     folder = edited(tmp_path / "edited", "dp_train", (line, line + say))
     finished = run(command("dp_train", *ON_GPU, "--precision", "bf16", folder=folder))
@@ -46,29 +57,79 @@ def test_data_parallel_threads_compute_in_bf16(tmp_path):
     assert set(re.findall(r"TYPE (\S+)", finished.stdout)) == {"torch.bfloat16"}
 
 
-@pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
-def test_the_step_loop_never_waits_for_the_gpu(script, tmp_path):
-    # PyTorch raises an error for every call that synchronises, from the third step (DDP orders its buckets in the
-    # second) to the end of the loop.
-    start, end = "            timed += 1\n", "        if cuda:\n            torch.cuda.synchronize()\n"
+LONG = [*ON_GPU, "--limit", "600"]  # 50 steps: a CUDA graph takes over after 12, and the clock starts after 20
+
+
+@pytest.mark.parametrize("eager", [[], ["--eager"]])
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "apex_amp_train"])
+def test_the_step_loop_never_waits_for_the_gpu(script, eager, tmp_path):
+    # PyTorch raises an error for every call that synchronises, from where the clock starts to the end of the loop.
+    start, end = "            done += 1\n", "        if cuda:\n            torch.cuda.synchronize()\n"
     loud, quiet = "torch.cuda.set_sync_debug_mode('error')", "torch.cuda.set_sync_debug_mode('default')"
-    changes = (start, f"{start}            step == 2 and {loud}\n"), (end, f"        {quiet}\n{end}")
+    changes = (start, f"{start}            done == warm + 2 and {loud}\n"), (end, f"        {quiet}\n{end}")
     folder = edited(tmp_path / "edited", script, *changes)
     flags = ["--backend", "torch"] if script == "apex_amp_train" else []
-    assert result(run(command(script, *ON_GPU, *flags, folder=folder)))["steps"] == 5
+    env = dict(CUDA_VISIBLE_DEVICES=visible()[0]) if script == "dp_train" else {}
+    assert result(run(command(script, *LONG, *flags, *eager, folder=folder), **env))["steps"] == 50
+
+
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"])
+def test_a_graph_trains_like_python(script, tmp_path):
+    folder = edited(tmp_path / "edited", script, EXACT)
+    flags = ["--backend", "torch"] if script == "apex_amp_train" else ["--precision", "fp32"]
+    env = dict(CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    env |= dict(CUDA_VISIBLE_DEVICES=visible()[0]) if script == "dp_train" else {}
+    losses = []
+    for eager in [], ["--eager"]:
+        finished = run(command(script, *LONG, "--epochs", "2", *flags, *eager, folder=folder), **env)
+        result(finished)
+        losses.append([float(loss) for loss in re.findall(r"step \d+/50 loss (\S+)", finished.stdout)])
+    assert len(losses[0]) == 100 and losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_data_parallel_computes_what_torch_has_it_compute(tmp_path):
+    losses = []
+    for name, changes in ("ours", []), ("torch", [(" DataParallel(net) if", " nn.DataParallel(net) if")]):
+        folder = edited(tmp_path / name, "dp_train", EXACT, *changes)
+        finished = run(command("dp_train", *ON_GPU, "--epochs", "3", "--precision", "fp32", folder=folder))
+        assert result(finished)["gpus"] == torch.cuda.device_count()
+        losses.append(re.findall(r"loss \S+", finished.stdout))
+    assert len(losses[0]) == 15 + 6 and losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
+def test_a_process_that_hangs_beside_a_graph_ends_the_run(script, tmp_path):
+    line = "            scheduler.step()\n"
+    hang = "            if rank == 1 and step == 30: time.sleep(1000)\n"
+    folder = edited(tmp_path / "edited", script, (line, line + hang))
+    finished = run(command(script, *LONG, "--timeout", "15", folder=folder), timeout=120, real=True)
+    assert finished.returncode not in (0, 2) and "step 29/50" in finished.stdout
+    assert re.search("imed out|timeout", finished.stderr), finished.stderr
+    pids = finished.stdout.partition("process ids [")[2].partition("]")[0].split(", ")
+    wait_until_gone(list(map(int, pids)))
+
+
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
+def test_a_signal_ends_every_process_within_ten_seconds(script, start):
+    running = start(command(script, *LONG, "--epochs", "1000"))
+    pids = running.pids()
+    running.wait_for("step 30/50")
+    running.process.send_signal(signal.SIGTERM)
+    running.process.wait(timeout=10)
+    wait_until_gone(pids)  # and with a process its memory on the GPU
+
+
+def test_a_profile_shows_the_all_reduce(tmp_path):
+    path = tmp_path / "trace.json"
+    result(run(command("ddp_launch_train", *LONG, "--profile", str(path))))
+    kernels = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"}
+    assert any("nccl" in name and "AllReduce" in name for name in kernels)
 
 
 def test_more_processes_than_gpus():
     count = torch.cuda.device_count() + 1
     finished = run(command("ddp_spawn_train", *ON_GPU, "--batch-size", str(count), nproc=count), cwd=ROOT)
     assert finished.returncode == 2 and "start one process per GPU" in finished.stderr
-
-
-# Run after run the same numbers: no choice of algorithms by their speed.
-EXACT = (
-    "    torch.backends.cudnn.benchmark = True\n",
-    "    torch.use_deterministic_algorithms(True, warn_only=True)\n",
-)
 
 
 def amp_run(*flags, **kwargs):
@@ -113,11 +174,9 @@ def test_apex_ddp_validates_with_the_same_network_on_all_processes(tmp_path):
 @needs_apex
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_first_step_that_overflows_under_apex_is_skipped(level, tmp_path):
-    every = "    for epoch in range(epochs_done + 1"
-    changes = (
-        ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if timed == first else 1), opt"),
-        (every, "    first = timed\n" + every),
-    )
+    changes = [
+        ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if done == 0 else 1), opt"),
+    ]
     folder = edited(tmp_path / "edited", "apex_amp_train", *changes)
     path = tmp_path / "run.pt"
     finished = amp_run("--backend", "apex", "--opt-level", level, "--checkpoint", str(path), folder=folder)

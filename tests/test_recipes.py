@@ -70,6 +70,15 @@ def test_tensorboard_holds_the_scalars(first_runs):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_a_profile_holds_three_steps(script, first_runs):
+    finished, top = first_runs(script)
+    result(finished)
+    events = json.loads((top / "trace.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if re.match(r"ProfilerStep#", event.get("name", ""))}
+    assert len(steps) == 3 and sum(event.get("name") == "aten::cross_entropy_loss" for event in events) >= 3
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_killed_run_resumes_and_ends_like_an_unbroken_one(script, tmp_path, start):
     flags = [*SMALL, "--epochs", "3", "--device", "cpu"]
     if script == "apex_amp_train":
@@ -250,7 +259,7 @@ def test_a_process_that_raises_shows_its_traceback_and_ends_the_others(script, t
     folder = copy_recipe(tmp_path / "project", script)
     path = folder / f"{script}.py"
     text = path.read_text()
-    line = "            train_sum.add_(loss.detach())\n"
+    line = "            scheduler.step()\n"
     assert text.count(line) == 1
     fault = "            if rank == 1 and step == 2: raise OSError('disk on fire')\n"
     path.write_text(text.replace(line, line + fault))

@@ -48,6 +48,8 @@ CASES |= {
     "no weights": ("dp_train", ["--pretrained", "--image-size", "224"], "or drop --pretrained"),
     "cut weights": ("dp_train", ["--pretrained", "--image-size", "80"], "drop --pretrained", {"TORCH_HOME": "{tmp}"}),
     "TensorBoard": ("ddp_launch_train", ["--tensorboard", "{tmp}/file"], "or name another folder"),
+    "profile of five steps": ("dp_train", ["--profile", "{tmp}/trace"], "needs 8 steps or more to come; give more"),
+    "profile": ("ddp_launch_train", ["--profile", "{tmp}/no/trace", "--epochs", "2"], "name a file that can be"),
     "other arch": ("dp_train", ["--checkpoint", "{tmp}/other.pt"], "(it has --arch resnet50"),
     "other batch size": ("ddp_spawn_train", ["--checkpoint", "{tmp}/batch.pt"], "(it has --batch-size 24); give its"),
     "no checkpoint": ("ddp_launch_train", ["--checkpoint", "{tmp}/file"], "or another FILE"),
