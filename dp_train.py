@@ -269,8 +269,8 @@ def train(args):
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
             inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
-            # [DP 6/7] Python needs longer to start the kernels of a small step than the GPU to run them. On one GPU a
-            # CUDA graph records one step and then starts it as a whole; the threads of several cannot be recorded.
+            # [DP 6/7] Python takes longer to start a small step's kernels than the GPU to run them. On one GPU a CUDA
+            # graph records one step, and from then on starts it as a whole; the threads of several cannot be recorded.
             if graph and done == 12:
                 with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                     update()
