@@ -97,7 +97,7 @@ main() {
     shift
     python=$(find_python tests/requirements.txt torch torchvision tqdm tensorboard pytest xdist ruff) || exit 1
     "$python" -m ruff check . || exit 1
-    PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run || exit 1
+    PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run results/measure.sh || exit 1
     exec "$python" -m pytest -n 2 --dist loadfile "$@"
   fi
 
