@@ -364,8 +364,8 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    inputs = torch.empty(args.batch_size // world_size, 32, 32, 3, dtype=torch.uint8, device=device)
-    targets = torch.empty(args.batch_size // world_size, dtype=torch.int64, device=device)
+    share = args.batch_size // world_size  # and for a CUDA graph, every batch lies in the same memory
+    inputs, targets = (torch.empty(share, *x.shape, dtype=x.dtype, device=device) for x in train_set[0])
     step_loss = torch.zeros((), device=device)
     totals = torch.zeros(4, dtype=torch.float64, device=device)
     train_sum, val_sum, correct, count = totals.unbind()  # views: adding to one of them adds to totals

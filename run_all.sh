@@ -98,7 +98,7 @@ main() {
     python=$(find_python tests/requirements.txt torch torchvision tqdm tensorboard pytest xdist ruff) || exit 1
     "$python" -m ruff check . || exit 1
     PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run results/measure.sh || exit 1
-    exec "$python" -m pytest -n 2 --dist loadfile "$@"
+    exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
   fi
 
   python=$(find_python requirements.txt torch torchvision tqdm) || exit 1
@@ -125,7 +125,7 @@ main() {
   else
     baseline=one_process
     launch+=(--nproc-per-node=2)
-    flags=(--device cpu --arch resnet18 --image-size 16 --limit 160 --batch-size 32 --epochs 2 --lr 0.02 --workers 1)
+    flags=(--device cpu --arch resnet18 --image-size 8 --limit 160 --batch-size 32 --epochs 2 --lr 0.02 --workers 1)
     flags+=(--log-every 2)
     notes+=("No GPU: two processes on the CPU and a few images. This shows that all runs, not how fast it is.")
   fi
