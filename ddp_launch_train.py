@@ -130,11 +130,12 @@ def train(args):
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
+    checking = loading | (dict(batch_size=625) if args.image_size <= 64 else {})  # equal parts on 1, 2, 4 and 8 GPUs
     # [DDP 3/14] Each process trains on its own share of the images; without the sampler all read the same ones.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     # [DDP 4/14] It validates its own share too, unpadded: DistributedSampler would count some images twice.
-    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), **loading | dict(batch_size=625))
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), **checking)
     transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
     steps = len(train_loader)
 
@@ -231,7 +232,8 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    share = args.batch_size // world_size  # and for a CUDA graph, every batch lies in the same memory
+    # Every batch goes to the same memory: there a CUDA graph looks for it.
+    share = args.batch_size // world_size
     inputs, targets = (torch.empty(share, *x.shape, dtype=x.dtype, device=device) for x in train_set[0])
     step_loss = torch.zeros((), device=device)
     totals = torch.zeros(4, dtype=torch.float64, device=device)

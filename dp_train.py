@@ -150,8 +150,9 @@ def train(args):
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
+    checking = loading | (dict(batch_size=625) if args.image_size <= 64 else {})  # equal parts on 1, 2, 4 and 8 GPUs
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
-    test_loader = DataLoader(test_set, **loading | dict(batch_size=625))  # 10,000 images in equal parts, on any GPUs
+    test_loader = DataLoader(test_set, **checking)
     transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
     steps = len(train_loader)
 
@@ -233,7 +234,8 @@ def train(args):
         print(line, flush=True) if no_bar else bar.set_postfix_str(line, refresh=False)
         last_step, last_time = step, now
 
-    share = args.batch_size // world_size  # and for a CUDA graph, every batch lies in the same memory
+    # Every batch goes to the same memory: there a CUDA graph looks for it.
+    share = args.batch_size // world_size
     inputs, targets = (torch.empty(share, *x.shape, dtype=x.dtype, device=device) for x in train_set[0])
     step_loss = torch.zeros((), device=device)
     totals = torch.zeros(4, dtype=torch.float64, device=device)
@@ -270,7 +272,7 @@ def train(args):
         for step, (images, labels) in enumerate(bar, 1):
             inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
             # [DP 6/7] Python takes longer to start a small step's kernels than the GPU to run them. On one GPU a CUDA
-            # graph records one step, and from then on starts it as a whole; the threads of several cannot be recorded.
+            # graph records one step, and from then on starts it as a whole; the threads of several are left to Python.
             if graph and done == 12:
                 with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                     update()

@@ -110,8 +110,8 @@ main() {
     import sys, torch, dp_train
     sys.argv[0] = "run_all.sh"
     args = dp_train.parse_args()
-    if args.checkpoint or args.tensorboard:
-        dp_train.common.fail("--checkpoint and --tensorboard are for one recipe; give them to its script")
+    if args.checkpoint or args.tensorboard or args.profile:
+        dp_train.common.fail("--checkpoint, --tensorboard and --profile are for one recipe; give them to its script")
     import apex_amp_train
     apex = apex_amp_train.why_not_apex(args.device) is None
     print(torch.cuda.device_count() if args.device == "cuda" else 0, apex, args.synthetic, args.data_dir)' "$@") || exit 2

@@ -23,7 +23,6 @@ EXACT = (
 )
 
 
-
 def test_sync_bn_gives_all_processes_the_same_statistics(tmp_path):
     # Right after the last step, before anything is averaged.
     line = "        for buffer in filter(torch.is_floating_point, net.buffers()):\n"
@@ -174,10 +173,8 @@ def test_apex_ddp_validates_with_the_same_network_on_all_processes(tmp_path):
 @needs_apex
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_first_step_that_overflows_under_apex_is_skipped(level, tmp_path):
-    changes = [
-        ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if done == 0 else 1), opt"),
-    ]
-    folder = edited(tmp_path / "edited", "apex_amp_train", *changes)
+    change = ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if done == 0 else 1), opt")
+    folder = edited(tmp_path / "edited", "apex_amp_train", change)
     path = tmp_path / "run.pt"
     finished = amp_run("--backend", "apex", "--opt-level", level, "--checkpoint", str(path), folder=folder)
     losses = [float(loss) for loss in re.findall(r"step [1-5]/5 loss (\S+)", finished.stdout)]
