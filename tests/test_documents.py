@@ -25,6 +25,12 @@ def test_numbered_comments_have_no_gap(script):
         assert len({tag for tag, _ in found}) == len(found)  # one total per tag
 
 
+def test_readme_names_numbered_comments_that_are_there():
+    scripts = "".join((ROOT / f"{script}.py").read_text() for script in SCRIPTS)
+    named = re.findall(r"\[[A-Z]+ \d+/\d+\]", README)
+    assert named and all(f"# {name} " in scripts for name in named)
+
+
 # Changed lines (both sides), with the numbered comments that each technique adds, and a little room.
 @pytest.mark.parametrize(
     ("one", "other", "most"),
