@@ -110,9 +110,10 @@ def train(local_rank, world_size, meeting_file, args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream())  # a CUDA graph cannot record the default stream
-    torch.set_num_threads(max(1, os.cpu_count() // world_size))
     own_gpus = [local_rank] if cuda else []
+    for gpu in reversed(own_gpus):
+        torch.cuda.set_stream(torch.cuda.Stream(gpu))  # a CUDA graph cannot record the default stream
+    torch.set_num_threads(max(1, os.cpu_count() // world_size))
     gpus = len(own_gpus) * world_size
     common.seed_everything(args.seed)
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -346,7 +347,8 @@ def train(local_rank, world_size, meeting_file, args):
 
     peaks = [torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in own_gpus]
     peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]
-    dist.all_gather_into_tensor(everyone, torch.tensor([peaks + [0]], device=device))
+    own_peaks = torch.tensor([peaks + [0]], device=device)
+    dist.all_gather_into_tensor(everyone, own_peaks)
     peaks = everyone[:, 0].tolist()
     result = dict(
         script=Path(__file__).name, launcher=launcher, backend=backend, device=args.device, gpus=gpus,
@@ -357,7 +359,7 @@ def train(local_rank, world_size, meeting_file, args):
         peak_memory_mib=peaks, **metrics, seconds=time.perf_counter() - start,
     )
     print("RESULT", json.dumps(result), flush=True)
-    model = update = graph = None  # before their process group, and everyone after it: else PyTorch 2.6 hangs at times
+    model = update = graph = None  # before the process group, what was gathered after it, or PyTorch 2.6 may hang
     dist.destroy_process_group()
 
 

@@ -10,19 +10,18 @@ collects the outputs on the first.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import resource
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel._functions import Broadcast
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -88,51 +87,34 @@ def save(state, path, temporary):
 
 
 class DataParallel(nn.DataParallel):
-    """nn.DataParallel, but the copies of the network and the threads that run them last from step to step."""
-
-    def __init__(self, net):
-        super().__init__(net)
-        self.threads = [ThreadPoolExecutor(1) for _ in self.device_ids]
-        self.copies = None
-
-    def replicate(self, net, gpus):
-        # [DP 1/7] The original builds every module of every copy anew in every step; only their weights have to be new.
-        if self.copies is None:
-            self.copies = super().replicate(net, gpus)
-            names = [name.rpartition(".") for name, _ in net.named_parameters()]
-            self.slots = [(vars(copy.get_submodule(path)), name) for copy in self.copies for path, _, name in names]
-        weights = Broadcast.apply(gpus, *net.parameters())  # in backward() it adds up the gradients
-        for (attributes, name), weight in zip(self.slots, weights, strict=True):
-            attributes[name] = weight
-        return self.copies
+    """nn.DataParallel without its threads."""
 
     def parallel_apply(self, copies, inputs, kwargs):
-        # [DP 2/7] The original starts new threads in every step, and cuDNN remembers by thread which algorithm was
-        # fastest: with cudnn.benchmark, every step would try every algorithm of every convolution again.
-        # [DP 3/7] It also drops autocast's type: in its threads bf16 is float16.
-        autocast, grad = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")), torch.is_grad_enabled()
-
-        def forward(copy, arguments, keywords, stream):
-            with torch.cuda.stream(stream), torch.autocast("cuda", *autocast), torch.set_grad_enabled(grad):
-                return copy(*arguments, **keywords)
-
-        streams = map(torch.cuda.current_stream, self.device_ids)
-        work = zip(self.threads, copies, inputs, kwargs, streams, strict=False)  # a small batch may need fewer GPUs
-        futures = [thread.submit(forward, *rest) for thread, *rest in work]
-        return [future.result() for future in futures]
+        # [DP 1/7] The original starts a thread per GPU in every step, and cuDNN remembers by thread which algorithm was
+        # fastest: with cudnn.benchmark, every step tries every algorithm of every convolution again. autocast's type
+        # is lost there as well: bf16 becomes float16. One thread for all has neither trouble.
+        outputs = []
+        parts = zip(self.device_ids, copies, inputs, kwargs, strict=False)  # a small batch may need fewer GPUs
+        for gpu, copy, arguments, keywords in parts:
+            with torch.cuda.device(gpu):
+                outputs.append(copy(*arguments, **keywords))
+        return outputs
 
 
 def train(args):
     # ------------------------------------------------------------------------------------------------- Setup
-    # [DP 4/7] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
+    # [DP 2/7] One process, so rank 0 of 1, has all the GPUs; batches, outputs and optimizer are on the first.
     rank, local_rank, world_size = 0, 0, 1
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream())  # a CUDA graph cannot record the default stream
-    torch.set_num_threads(max(1, os.cpu_count() // world_size))
     own_gpus = list(range(torch.cuda.device_count())) if cuda else []
+    for gpu in reversed(own_gpus):
+        torch.cuda.set_stream(torch.cuda.Stream(gpu))  # a CUDA graph cannot record the default stream
+    # [DP 3/7] backward() runs in this thread too: the streams that were set above are those of this thread alone.
+    torch.autograd.set_multithreading_enabled(False)
+    torch.set_num_threads(max(1, os.cpu_count() // world_size))
     gpus = len(own_gpus) * world_size
     common.seed_everything(args.seed)
     bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -191,7 +173,7 @@ def train(args):
             common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
         iter(loader)
-    # [DP 5/7] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
+    # [DP 4/7] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
     model = DataParallel(net) if gpus > 1 else net
     if args.compile and gpus > 1:
         print("--compile is left out: torch.compile does nothing for nn.DataParallel; ddp_launch_train.py compiles")
@@ -243,16 +225,25 @@ def train(args):
 
     def update():
         """Train one step on `inputs` and `targets`."""
+        # [DP 5/7] The other GPUs start after what the first has to do so far, and at the end it waits for them.
+        for gpu in own_gpus[1:]:
+            torch.cuda.current_stream(gpu).wait_stream(torch.cuda.current_stream())
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = F.cross_entropy(model(transform(inputs, train=True)), targets, label_smoothing=0.1)
         net.zero_grad()
         loss.backward()
+        for gpu in own_gpus[1:]:
+            torch.cuda.current_stream().wait_stream(torch.cuda.current_stream(gpu))
         if args.clip_grad:
             nn.utils.clip_grad_norm_(trainable, args.clip_grad)
         optimizer.step()
         train_sum.add_(step_loss.copy_(loss.detach()))
 
-    graph = torch.cuda.CUDAGraph() if gpus == 1 and not args.eager else None
+    pools = {}
+    for gpu in own_gpus[1:]:
+        with torch.cuda.device(gpu):
+            pools[gpu] = torch.cuda.MemPool()
+    graph = torch.cuda.CUDAGraph() if cuda and not args.eager else None
     start, done, train_seconds = time.perf_counter(), 0, 0.0
     warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
     profiler = None
@@ -271,10 +262,14 @@ def train(args):
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
             inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
-            # [DP 6/7] Python takes longer to start a small step's kernels than the GPU to run them. On one GPU a CUDA
-            # graph records one step, and from then on starts it as a whole; the threads of several are left to Python.
+            # [DP 6/7] Python takes longer to start a step's kernels than the GPU to run them, most of all on several. A
+            # CUDA graph records one step of all GPUs, and from then on starts it as a whole, in memory of its own.
             if graph and done == 12:
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                with contextlib.ExitStack() as recording:
+                    stream = torch.cuda.current_stream()
+                    recording.enter_context(torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"))
+                    for gpu, pool in pools.items():  # the first GPU's memory is the graph's own affair
+                        recording.enter_context(torch.cuda.use_mem_pool(pool, gpu))
                     update()
                 update = graph.replay
             update()

@@ -47,7 +47,7 @@ def test_a_subset_of_the_gpus():
     assert found["gpus"] == 1 and found["backend"] == "nccl"
 
 
-def test_data_parallel_threads_compute_in_bf16(tmp_path):
+def test_data_parallel_computes_in_bf16(tmp_path):
     line = "    model = DataParallel(net) if gpus > 1 else net\n"
     say = "    net.conv1.register_forward_hook(lambda module, inputs, output: print(f'TYPE {output.dtype} ', end=''))\n"
     folder = edited(tmp_path / "edited", "dp_train", (line, line + say))
@@ -60,24 +60,24 @@ LONG = [*ON_GPU, "--limit", "600"]  # 50 steps: a CUDA graph takes over after 12
 
 
 @pytest.mark.parametrize("eager", [[], ["--eager"]])
-@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "apex_amp_train"])
-def test_the_step_loop_never_waits_for_the_gpu(script, eager, tmp_path):
+@pytest.mark.parametrize("name", ["one_gpu", "dp_train", "ddp_launch_train", "apex_amp_train"])
+def test_the_step_loop_never_waits_for_the_gpu(name, eager, tmp_path):
     # PyTorch raises an error for every call that synchronises, from where the clock starts to the end of the loop.
     start, end = "            done += 1\n", "        if cuda:\n            torch.cuda.synchronize()\n"
     loud, quiet = "torch.cuda.set_sync_debug_mode('error')", "torch.cuda.set_sync_debug_mode('default')"
     changes = (start, f"{start}            done == warm + 2 and {loud}\n"), (end, f"        {quiet}\n{end}")
+    script, env = ("dp_train", dict(CUDA_VISIBLE_DEVICES=visible()[0])) if name == "one_gpu" else (name, {})
     folder = edited(tmp_path / "edited", script, *changes)
     flags = ["--backend", "torch"] if script == "apex_amp_train" else []
-    env = dict(CUDA_VISIBLE_DEVICES=visible()[0]) if script == "dp_train" else {}
     assert result(run(command(script, *LONG, *flags, *eager, folder=folder), **env))["steps"] == 50
 
 
-@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"])
-def test_a_graph_trains_like_python(script, tmp_path):
+@pytest.mark.parametrize("name", ["one_gpu", "dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"])
+def test_a_graph_trains_like_python(name, tmp_path):
+    script, env = ("dp_train", dict(CUDA_VISIBLE_DEVICES=visible()[0])) if name == "one_gpu" else (name, {})
     folder = edited(tmp_path / "edited", script, EXACT)
     flags = ["--backend", "torch"] if script == "apex_amp_train" else ["--precision", "fp32"]
-    env = dict(CUBLAS_WORKSPACE_CONFIG=":4096:8")
-    env |= dict(CUDA_VISIBLE_DEVICES=visible()[0]) if script == "dp_train" else {}
+    env |= dict(CUBLAS_WORKSPACE_CONFIG=":4096:8")
     losses = []
     for eager in [], ["--eager"]:
         finished = run(command(script, *LONG, "--epochs", "2", *flags, *eager, folder=folder), **env)
@@ -88,12 +88,14 @@ def test_a_graph_trains_like_python(script, tmp_path):
 
 def test_data_parallel_computes_what_torch_has_it_compute(tmp_path):
     losses = []
-    for name, changes in ("ours", []), ("torch", [(" DataParallel(net) if", " nn.DataParallel(net) if")]):
+    original = " DataParallel(net) if", " nn.DataParallel(net) if"
+    for name, flags, *changes in ("ours", []), ("torch", ["--eager"], original):
         folder = edited(tmp_path / name, "dp_train", EXACT, *changes)
-        finished = run(command("dp_train", *ON_GPU, "--epochs", "3", "--precision", "fp32", folder=folder))
+        finished = run(command("dp_train", *LONG, *flags, "--precision", "fp32", folder=folder))
         assert result(finished)["gpus"] == torch.cuda.device_count()
-        losses.append(re.findall(r"loss \S+", finished.stdout))
-    assert len(losses[0]) == 15 + 6 and losses[0] == losses[1]
+        losses.append([float(loss) for loss in re.findall(r"loss (\S+)", finished.stdout)])
+    assert losses[0][:12] == losses[1][:12]  # then a CUDA graph, which cannot be told apart but for rounding
+    assert len(losses[0]) == 50 + 2 and losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
