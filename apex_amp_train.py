@@ -386,6 +386,12 @@ def train(args):
         amp.step(optimizer)
         train_sum.add_(step_loss.copy_(loss.detach()))
 
+    def start_loading(epoch):
+        """Return an iterator over the batches of an epoch; its workers begin with the first ones at once."""
+        # [DDP 8/14] Each epoch has its own order of the images; without set_epoch() all have that of the first.
+        sampler.set_epoch(epoch)
+        return iter(train_loader)
+
     graph = torch.cuda.CUDAGraph() if cuda and not args.eager and "apex" not in (args.backend, args.ddp) else None
     start, done, train_seconds = time.perf_counter(), 0, 0.0
     warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
@@ -396,14 +402,13 @@ def train(args):
             schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile)
         )
         profiler.start()
+    batches = start_loading(epochs_done + 1)
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 8/14] Each epoch has its own order of the images; without set_epoch() all have that of the first.
-        sampler.set_epoch(epoch)
         # [DDP 9/14] Each rank has its own seed; with one for all, every process would crop and flip alike.
         common.seed_everything(args.seed, epoch, rank)
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
         totals.zero_()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        bar = tqdm(batches, total=steps, leave=False, disable=None if rank == 0 else True)
         late, last_step, no_bar = None, 0, bar.disable
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
@@ -442,6 +447,8 @@ def train(args):
             torch.cuda.synchronize()
         train_seconds += time.perf_counter() - clock
         images_per_second = steps * args.batch_size / (time.perf_counter() - epoch_start)
+        if epoch < args.epochs:  # during validation, so that the next epoch need not wait for its first images
+            batches = start_loading(epoch + 1)
 
         # ------------------------------------------------------------------------------------------ Validate
         net.eval()

@@ -133,7 +133,8 @@ def train(args):
     if args.workers:  # forked workers share the images' memory and start at once, which spawned ones do not
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     checking = loading | (dict(batch_size=625) if args.image_size <= 64 else {})  # equal parts on 1, 2, 4 and 8 GPUs
-    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
+    order = torch.Generator()
+    train_loader = DataLoader(train_set, shuffle=True, generator=order, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **checking)
     transform = common.BatchTransform(args.image_size, args.pretrained).to(device)
     steps = len(train_loader)
@@ -239,11 +240,16 @@ def train(args):
         optimizer.step()
         train_sum.add_(step_loss.copy_(loss.detach()))
 
+    def start_loading(epoch):
+        """Return an iterator over the batches of an epoch; its workers begin with the first ones at once."""
+        order.manual_seed(args.seed + epoch)
+        return iter(train_loader)
+
+    graph = torch.cuda.CUDAGraph() if cuda and not args.eager else None
     pools = {}
     for gpu in own_gpus[1:]:
         with torch.cuda.device(gpu):
             pools[gpu] = torch.cuda.MemPool()
-    graph = torch.cuda.CUDAGraph() if cuda and not args.eager else None
     start, done, train_seconds = time.perf_counter(), 0, 0.0
     warm = min(20, (args.epochs - epochs_done) * steps // 2)  # the first steps are slow and do not count as speed
     profiler = None
@@ -253,11 +259,12 @@ def train(args):
             schedule=schedule, on_trace_ready=lambda trace: trace.export_chrome_trace(args.profile)
         )
         profiler.start()
+    batches = start_loading(epochs_done + 1)
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch, rank)
         net.train(not args.freeze_backbone)  # the BatchNorms of a frozen backbone stay in eval mode
         totals.zero_()
-        bar = tqdm(train_loader, leave=False, disable=None if rank == 0 else True)
+        bar = tqdm(batches, total=steps, leave=False, disable=None if rank == 0 else True)
         late, last_step, no_bar = None, 0, bar.disable
         epoch_start = clock = last_time = time.perf_counter()
         for step, (images, labels) in enumerate(bar, 1):
@@ -294,6 +301,8 @@ def train(args):
             torch.cuda.synchronize()
         train_seconds += time.perf_counter() - clock
         images_per_second = steps * args.batch_size / (time.perf_counter() - epoch_start)
+        if epoch < args.epochs:  # during validation, so that the next epoch need not wait for its first images
+            batches = start_loading(epoch + 1)
 
         # ------------------------------------------------------------------------------------------ Validate
         net.eval()
