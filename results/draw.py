@@ -4,9 +4,12 @@
     python results/draw.py results/2026-11-21-h200
 
 reads weak.txt, strong.txt and accuracy.txt in that folder, as far as they are there, and writes scaling.svg (images/s
-over the number of GPUs, with the line of perfect scaling) and accuracy.svg (test accuracy over training seconds).
+over the number of GPUs, with the line of perfect scaling) and accuracy.svg (test accuracy over training seconds). From
+profile.json.gz, a trace that a DDP recipe wrote by --profile, it draws profile.svg: when a step computes and when it
+averages gradients.
 """
 
+import gzip
 import json
 import re
 import sys
@@ -76,9 +79,37 @@ def draw_accuracy(folder):
     figure.savefig(folder / "accuracy.svg", metadata={"Date": None})
 
 
+def draw_profile(folder):
+    """The last step of the trace: a row for forward, one for backward, one for the all-reduces."""
+    with gzip.open(folder / "profile.json.gz", "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    rows = {
+        "forward": [e for e in events if e["name"] == "DistributedDataParallel.forward"],
+        "backward": [e for e in events if e["name"].startswith("autograd::engine::evaluate_function")],
+        "all-reduce": [e for e in events if e["name"] == "gloo:all_reduce"],
+    }
+    if kernels:  # of a GPU: what it computes, and NCCL beside it
+        rows = {"kernels": [], "all-reduce": []}
+        for kernel in kernels:
+            rows["all-reduce" if "nccl" in kernel["name"] else "kernels"].append(kernel)
+    figure, axis = plt.subplots(figsize=(10, 2))
+    whole = step["dur"] / 1e3
+    for row, found in enumerate(rows.values()):
+        spans = [((event["ts"] - step["ts"]) / 1e3, event["dur"] / 1e3) for event in found]
+        axis.broken_barh([span for span in spans if 0 <= span[0] <= whole], (-row - 0.4, 0.8), color=f"C{row}")
+    axis.set_yticks([-row for row in range(len(rows))], rows)
+    axis.set(xlabel="milliseconds since the step began", xlim=(0, whole))
+    figure.tight_layout()
+    figure.savefig(folder / "profile.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     if (folder / "weak.txt").exists() or (folder / "strong.txt").exists():
         draw_scaling(folder)
     if (folder / "accuracy.txt").exists():
         draw_accuracy(folder)
+    if (folder / "profile.json.gz").exists():
+        draw_profile(folder)
