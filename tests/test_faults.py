@@ -30,6 +30,7 @@ from conftest import (
 
 FEW = [*SMALL, "--limit", "24", "--device", "cpu"]  # two steps an epoch
 
+
 def processes(path, flags, log, nproc=2):
     """Start a script with as many processes as torchrun would (one for spawn, which starts its own)."""
     if "spawn" in path.name:
@@ -69,10 +70,7 @@ def end(started):
 
 @pytest.mark.parametrize(("script", "kills"), [("ddp_launch_train", 22), ("ddp_spawn_train", 8)])
 def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, kills, tmp_path):
-    # spawn() starts its processes by fork here, so that they start fast; all else is the recipe's own.
-    spawn = ("torch.multiprocessing.spawn(worker,", "torch.multiprocessing.start_processes(worker,")
-    fast = [spawn, ('f"{folder}/store", args), nproc)', 'f"{folder}/store", args), nproc, start_method="fork")')]
-    folder = edited(tmp_path / "edited", script, *(fast if script == "ddp_spawn_train" else []))
+    folder = copy_recipe(tmp_path / "project", script)
     path, log = folder / f"{script}.py", tmp_path / "log"
     flags = [*FEW, "--epochs", str(kills), "--checkpoint"]
     unbroken, broken = tmp_path / "unbroken" / "run.pt", tmp_path / "broken" / "run.pt"
@@ -275,16 +273,3 @@ def test_a_resumed_run_may_have_another_number_of_processes_and_says_so(tmp_path
     finished = run(command("ddp_launch_train", *flags, "2", "--precision", "bf16", nproc=3))
     assert result(finished)["world_size"] == 3
     assert "1 done, 1 to come of 2 steps; world_size was 2, is 3; precision was fp32, is bf16\n" in finished.stdout
-
-
-def test_run_all_ends_on_a_signal_and_says_where_the_logs_are(tmp_path, start):
-    folder = copy_recipe(tmp_path / "project", "dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train")
-    (folder / "run_all.sh").write_text((ROOT / "run_all.sh").read_text())
-    for number, code in (signal.SIGTERM, 143), (signal.SIGINT, 130):
-        arguments = ["bash", str(folder / "run_all.sh"), *FEW, "--epochs", "999"]
-        running = start(["env", f"PYTHON={sys.executable}", *arguments])
-        pids = running.pids()
-        running.process.send_signal(number)
-        assert running.process.wait(timeout=10) == code, running.log.read_text()
-        wait_until_gone(pids, seconds=10)
-        assert re.search(r"Stopped. The logs so far are in logs/\S+\n$", running.log.read_text())

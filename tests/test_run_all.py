@@ -2,12 +2,13 @@
 
 import re
 import shutil
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, copy_recipe, run
+from conftest import ROOT, SCRIPTS, SMALL, copy_recipe, run, wait_until_gone
 
 
 @pytest.mark.parametrize(("flag", "sentence"), [("--epoch", "--help lists"), ("--checkpoint", "are for one recipe")])
@@ -20,19 +21,43 @@ def test_a_wrong_flag_ends_it_at_once(flag, sentence, tmp_path):
     assert finished.stderr.count("\n") == 1 and not (folder / "logs").exists()
 
 
-def test_two_at_once_in_one_folder_go_on_when_a_recipe_fails_and_say_so(tmp_path):
+def test_two_at_once_in_one_folder_one_with_a_recipe_that_fails_one_stopped(tmp_path, start):
     folder = copy_recipe(tmp_path / "project", *SCRIPTS)
     shutil.copy(ROOT / "run_all.sh", folder)
     with open(folder / "ddp_spawn_train.py", "a") as file:
         file.write("    sys.exit(3)\n")
     flags = ["--epochs", "1", "--arch", "resnet18", "--image-size", "4", "--limit", "24", "--batch-size", "12"]
+    arguments = ["env", f"PYTHON={sys.executable}", "bash", str(folder / "run_all.sh"), *flags, "--seed"]
     with ThreadPoolExecutor() as pool:
-        arguments = ["bash", str(folder / "run_all.sh"), *flags, "--seed"]
-        both = [pool.submit(run, [*arguments, seed], cwd=tmp_path, timeout=900, PYTHON=sys.executable) for seed in "12"]
-    logs = [shows_the_failure_and_the_rest(one.result(), folder) for one in both]
-    assert sorted(logs) == sorted((folder / "logs").iterdir()) and logs[0] != logs[1]
-    for log, seed in zip(logs, "12", strict=True):  # and none is the other's
-        assert all(f"--seed {seed}`" in line for line in (log / "table.md").read_text().splitlines()[:1])
+        whole = pool.submit(run, [*arguments, "1"], cwd=tmp_path, timeout=900)
+        stopped = start([*arguments, "2"], cwd=tmp_path)
+        # Past DDP by torchrun and by spawn, beside the other's.
+        stopped.wait_for("== torch_O0_torch_ddp: (?s:.)*technique", seconds=300)
+        pids = [int(pid) for pid in re.findall(r"process ids \[(.*)\]", stopped.log.read_text())[-1].split(", ")]
+        stopped.process.send_signal(signal.SIGTERM)
+        assert stopped.process.wait(timeout=10) == 143, stopped.log.read_text()
+        wait_until_gone(pids)
+        first = shows_the_failure_and_the_rest(whole.result(), folder)
+    second = folder / re.search(r"Stopped. The logs so far are in (logs/\S+)\n$", stopped.log.read_text())[1]
+    assert sorted([first, second]) == sorted((folder / "logs").iterdir()) and first != second
+    assert (first / "table.md").read_text().startswith("`bash run_all.sh") and not (second / "table.md").exists()
+    both = whole.result().stderr, stopped.log.read_text()
+    seeds = [re.findall(r"^== \w+: .*--seed (\d)", text, re.M) for text in both]
+    assert [set(found) for found in seeds] == [{"1"}, {"2"}] and len(seeds[1]) == 5
+    results = [len(re.findall("^RESULT ", path.read_text(), re.M)) for path in second.glob("*.log")]
+    assert sorted(results)[-3:] == [1, 1, 1] and max(results) == 1  # and none is the other's
+
+
+def test_ctrl_c_ends_it_and_says_where_the_logs_are(tmp_path, start):
+    folder = copy_recipe(tmp_path / "project", *SCRIPTS)
+    shutil.copy(ROOT / "run_all.sh", folder)
+    arguments = ["bash", str(folder / "run_all.sh"), *SMALL, "--device", "cpu", "--epochs", "999"]
+    running = start(["env", f"PYTHON={sys.executable}", *arguments])
+    pids = running.pids()
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(timeout=10) == 130, running.log.read_text()
+    wait_until_gone(pids)
+    assert re.search(r"Stopped. The logs so far are in logs/\S+\n$", running.log.read_text())
 
 
 def shows_the_failure_and_the_rest(finished, folder):
