@@ -31,6 +31,23 @@ def test_readme_names_numbered_comments_that_are_there():
     assert named and all(f"# {name} " in scripts for name in named)
 
 
+def test_readme_names_tests_files_and_headings_that_are_there():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"`(test_\w+)(\.\.\.)?`", README)
+    for name, more in named:
+        found = f"def {name}" if more else f"def {name}("
+        assert found in tests or (ROOT / "tests" / f"{name}.py").exists(), name
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    titles = [line for line in README.lower().splitlines() if line.startswith("#")]
+    headings = {re.sub(r"[^\w -]", "", title).strip().replace(" ", "-") for title in titles}
+    assert len(named) > 15 and len(links) > 10
+    for link in links:
+        if link.startswith("#"):
+            assert link[1:] in headings, link
+        else:
+            assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
 # Changed lines (both sides), with the numbered comments that each technique adds, and a little room.
 @pytest.mark.parametrize(
     ("one", "other", "most"),
