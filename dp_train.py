@@ -226,7 +226,8 @@ def train(args):
 
     def update():
         """Train one step on `inputs` and `targets`."""
-        # [DP 5/7] The other GPUs start after what the first has to do so far, and at the end it waits for them.
+        # [DP 5/7] The other GPUs' streams branch off from the first's here and join it again after backward(); a CUDA
+        # graph that is recorded on the first would not hold their work otherwise.
         for gpu in own_gpus[1:]:
             torch.cuda.current_stream(gpu).wait_stream(torch.cuda.current_stream())
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):

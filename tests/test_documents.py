@@ -52,9 +52,9 @@ def test_readme_names_tests_files_and_headings_that_are_there():
 @pytest.mark.parametrize(
     ("one", "other", "most"),
     [
-        ("dp_train", "ddp_launch_train", 148),
+        ("dp_train", "ddp_launch_train", 146),
         ("ddp_launch_train", "ddp_spawn_train", 62),
-        ("ddp_launch_train", "apex_amp_train", 180),
+        ("ddp_launch_train", "apex_amp_train", 177),
     ],
 )
 def test_diffs_show_the_technique_and_little_else(one, other, most):
