@@ -53,7 +53,7 @@ def parse_args():
     add("--freeze-backbone", action="store_true", help="train only the last layer")
     add("--epochs", metavar="N", type=int, default=30)
     add("--batch-size", metavar="N", type=int, default=512, help="images a step over ALL GPUs (default: 512)")
-    add("--lr", type=float, help="peak learning rate (default: 0.4 * sqrt(batch size / 512))")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images a step, at most 1.6)")
     add("--clip-grad", metavar="NORM", type=float, help="clip the gradients to this norm (default: do not)")
     add("--workers", metavar="N", type=int, default=4, help="data-loading processes per training process (default: 4)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
@@ -275,7 +275,7 @@ def train(args):
         net = amp.convert_sync_batchnorm(net)
     net.to(device)
     trainable = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    lr = 0.4 * (args.batch_size / 512) ** 0.5 if args.lr is None else args.lr
+    lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     rate = torch.tensor(lr, device=device)  # a number would be part of a CUDA graph for good
     optimizer = torch.optim.SGD(trainable, rate, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     # [AMP 7/9] After the optimizer and before the wrapper: both must see the weights in their final type.

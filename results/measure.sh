@@ -6,7 +6,8 @@
 #   bash results/measure.sh FILE accuracy     all defaults, three seeds
 #
 # More flags go on to every recipe (--compile, say). Each run stands in FILE as its command after a $, the line of each
-# epoch, and the RESULT. PYTHON names the Python to use (default: python3).
+# epoch, and the RESULT. PYTHON names the Python to use (default: python3), RECIPES="dp_train.py ..." and COUNTS="1 4" the
+# recipes and the numbers of GPUs (default: all).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 if (($# < 2)); then
@@ -36,6 +37,8 @@ for ((n = 1; n <= found; n *= 2)); do
   counts+=("$n")
 done
 ((found)) || counts=(0) # the CPU
+[[ ${COUNTS-} ]] && read -ra counts <<<"$COUNTS"
+read -ra recipes <<<"${RECIPES:-dp_train.py ddp_launch_train.py ddp_spawn_train.py apex_amp_train.py}"
 printf '# %s, %s, commit %s, %s part %s\n' "$("$python" -c 'import sys, torch
 name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU"
 print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")')" "$(date +%Y-%m-%d)" \
@@ -47,7 +50,7 @@ for n in "${counts[@]}"; do
       epochs=3
       [[ $part == weak ]] && epochs=$((n + 2)) # at least 100 steps
       [[ $part == strong ]] && batch=512
-      for script in dp_train.py ddp_launch_train.py ddp_spawn_train.py apex_amp_train.py; do
+      for script in "${recipes[@]}"; do
         one "$n" "$script" --batch-size "$batch" --epochs "$epochs" "$@"
       done
       ;;

@@ -175,6 +175,16 @@ def test_the_stem_follows_the_image_size(size, stem):
     assert isinstance(net, torchvision.models.ResNet)
 
 
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
+def test_the_last_layer_starts_with_short_features(arch):
+    torch.manual_seed(0)
+    net, features = common.build_resnet(arch, 32), []
+    net.fc.register_forward_pre_hook(lambda module, inputs: features.append(inputs[0]))
+    with torch.no_grad():
+        net(torch.randn(8, 3, 32, 32))
+    assert features[0].mean(0).square().sum() < 20  # of ResNet-50 it was 297: the first steps threw the last layer off
+
+
 def test_print_is_for_the_main_process(capsys):
     try:
         common.setup_for_distributed(False)
