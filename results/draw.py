@@ -80,25 +80,37 @@ def draw_accuracy(folder):
 
 
 def draw_profile(folder):
-    """The last step of the trace: a row for forward, one for backward, one for the all-reduces."""
+    """A step of the trace: a row for forward, one for backward, one for the all-reduces; on a GPU one for SGD too."""
     with gzip.open(folder / "profile.json.gz", "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
+    steps = [e for e in events if e["name"].startswith("ProfilerStep")]
     kernels = [e for e in events if e.get("cat") == "kernel"]
+    step = max(steps, key=lambda e: e["dur"] if kernels else e["ts"])  # the GPU's row of it is the longest
     rows = {
         "forward": [e for e in events if e["name"] == "DistributedDataParallel.forward"],
         "backward": [e for e in events if e["name"].startswith("autograd::engine::evaluate_function")],
         "all-reduce": [e for e in events if e["name"] == "gloo:all_reduce"],
     }
-    if kernels:  # of a GPU: what it computes, and NCCL beside it
-        rows = {"kernels": [], "all-reduce": []}
+    if kernels:  # of a GPU, where a CUDA graph keeps no names but those of the kernels
+        middle = next(e["ts"] for e in kernels if "softmax_warp_backward" in e["name"] and e["ts"] > step["ts"])
+        rows = {"forward": [], "backward": [], "SGD": [], "all-reduce": []}
         for kernel in kernels:
-            rows["all-reduce" if "nccl" in kernel["name"] else "kernels"].append(kernel)
+            row = "forward" if kernel["ts"] < middle else "backward"
+            row = "SGD" if "multi_tensor_apply" in kernel["name"] else row
+            rows["all-reduce" if "nccl" in kernel["name"] else row].append(kernel)
     figure, axis = plt.subplots(figsize=(10, 2))
     whole = step["dur"] / 1e3
     for row, found in enumerate(rows.values()):
-        spans = [((event["ts"] - step["ts"]) / 1e3, event["dur"] / 1e3) for event in found]
-        axis.broken_barh([span for span in spans if 0 <= span[0] <= whole], (-row - 0.4, 0.8), color=f"C{row}")
+        spans = []
+        for event in sorted(found, key=lambda event: event["ts"]):
+            start = event["ts"] - step["ts"]
+            end = start + event["dur"]
+            if spans and start - spans[-1][1] < 5:  # microseconds, too short to see
+                spans[-1][1] = max(end, spans[-1][1])
+            elif start >= 0:
+                spans.append([start, end])
+        bars = [(start / 1e3, (end - start) / 1e3) for start, end in spans]
+        axis.broken_barh(bars, (-row - 0.4, 0.8), color=f"C{row}")
     axis.set_yticks([-row for row in range(len(rows))], rows)
     axis.set(xlabel="milliseconds since the step began", xlim=(0, whole))
     figure.tight_layout()

@@ -103,9 +103,11 @@ def test_a_process_that_hangs_beside_a_graph_ends_the_run(script, tmp_path):
     line = "            scheduler.step()\n"
     hang = "            if rank == 1 and step == 30: time.sleep(1000)\n"
     folder = edited(tmp_path / "edited", script, (line, line + hang))
-    finished = run(command(script, *LONG, "--timeout", "15", folder=folder), timeout=120, real=True)
+    arguments = command(script, *LONG, "--timeout", "15", folder=folder)
+    finished = run(arguments, timeout=120, real=True, TORCH_NCCL_DESYNC_DEBUG="1")
     assert finished.returncode not in (0, 2) and "step 29/50" in finished.stdout
     assert re.search("imed out|timeout", finished.stderr), finished.stderr
+    assert re.search(r"\[1\] finished collective #\d+, but didn't join", finished.stderr), finished.stderr
     pids = finished.stdout.partition("process ids [")[2].partition("]")[0].split(", ")
     wait_until_gone(list(map(int, pids)))
 
