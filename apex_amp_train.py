@@ -2,11 +2,11 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --opt-level O1
 
-takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). `grep -nF '# ['` on this file
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,2 in front: those two). `grep -nF '# ['` on this file
 prints its technique, step by step.
 The levels are NVIDIA Apex's:
 
-    O0  float32 throughout                      O2  float16 weights with float32 master copies
+    O0  float32, convolutions in TF32           O2  float16 weights with float32 master copies
     O1  float16 where it is safe (autocast)     O3  float16 throughout
 
 Every process has the whole network and its own share of each batch; while the gradients are being computed,
@@ -236,7 +236,7 @@ def train(args):
     if cuda:
         torch.cuda.set_device(device)
     own_gpus = [local_rank] if cuda else []
-    for gpu in reversed(own_gpus):
+    for gpu in reversed(own_gpus):  # the first comes last: set_stream() makes its GPU the current one
         torch.cuda.set_stream(torch.cuda.Stream(gpu))  # a CUDA graph cannot record the default stream
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
     gpus = len(own_gpus) * world_size
@@ -295,6 +295,8 @@ def train(args):
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
+            if saved["epoch"] > args.epochs or saved["scheduler"]["last_epoch"] != saved["epoch"] * steps:
+                raise ValueError(f"it has {saved['epoch']} epochs, {saved['scheduler']['last_epoch']} steps in all")
             net.load_state_dict(saved["model"])
             amp.load_state_dict(saved["amp"], optimizer)
             optimizer.load_state_dict(saved["optimizer"])
@@ -313,7 +315,7 @@ def train(args):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")  # or a hang takes NCCL a minute longer to end
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # torchrun's 1 tidies up first and then waits for the graph
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # torchrun sets 1: to tidy up first, and wait for the graph
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, "env://", timeout, world_size, rank, device_id=device if cuda else None)
     # [DDP 7/14] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
@@ -416,7 +418,7 @@ def train(args):
             inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
             # [DDP 10/14] Python takes longer to start a small step's kernels than the GPU to run them. A CUDA graph
             # records one step, all-reduce included (DDP allows it after eleven), and from then on starts it as a whole.
-            if graph and done == 12:
+            if graph and done == 12:  # thread_local: DataLoader's thread that pins batches goes on meanwhile
                 with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                     update()
                 update = graph.replay

@@ -105,7 +105,7 @@ def build_resnet(arch, image_size, pretrained=False):
     `pretrained` loads torchvision's newest ImageNet weights for all but the last layer.
     """
     net = torchvision.models.get_model(arch, zero_init_residual=True)  # each block starts as the identity
-    # The features start small too; at their usual length any rate above 0.05 throws the last layer off.
+    # With the usual 1 here the last layer's input starts so long that the loss jumps as the learning rate rises.
     nn.init.constant_(net.layer4[0].downsample[1].weight, 0.2)
     if pretrained:
         weights = torchvision.models.get_model_weights(arch).DEFAULT

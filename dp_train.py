@@ -2,7 +2,7 @@
 
     python dp_train.py
 
-takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,1,3 in front: those three). `grep -nF '# ['` on this file
+takes all GPUs of this machine (CUDA_VISIBLE_DEVICES=0,2 in front: those two). `grep -nF '# ['` on this file
 prints its technique, step by step.
 
 The one process cuts each batch into a piece per GPU, copies the network to all of them in every step, and
@@ -110,7 +110,7 @@ def train(args):
     if cuda:
         torch.cuda.set_device(device)
     own_gpus = list(range(torch.cuda.device_count())) if cuda else []
-    for gpu in reversed(own_gpus):
+    for gpu in reversed(own_gpus):  # the first comes last: set_stream() makes its GPU the current one
         torch.cuda.set_stream(torch.cuda.Stream(gpu))  # a CUDA graph cannot record the default stream
     # [DP 3/7] backward() runs in this thread too: the streams that were set above are those of this thread alone.
     torch.autograd.set_multithreading_enabled(False)
@@ -163,6 +163,8 @@ def train(args):
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
+            if saved["epoch"] > args.epochs or saved["scheduler"]["last_epoch"] != saved["epoch"] * steps:
+                raise ValueError(f"it has {saved['epoch']} epochs, {saved['scheduler']['last_epoch']} steps in all")
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(device)
@@ -175,6 +177,7 @@ def train(args):
     for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
         iter(loader)
     # [DP 4/7] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
+    # BatchNorm's statistics are those of the first GPU's piece, and validation runs on that GPU alone.
     model = DataParallel(net) if gpus > 1 else net
     if args.compile and gpus > 1:
         print("--compile is left out: torch.compile does nothing for nn.DataParallel; ddp_launch_train.py compiles")
@@ -272,7 +275,7 @@ def train(args):
             inputs.copy_(images, non_blocking=True), targets.copy_(labels, non_blocking=True)
             # [DP 6/7] Python takes longer to start a step's kernels than the GPU to run them, most of all on several. A
             # CUDA graph records one step of all GPUs, and from then on starts it as a whole, in memory of its own.
-            if graph and done == 12:
+            if graph and done == 12:  # thread_local: DataLoader's thread that pins batches goes on meanwhile
                 with contextlib.ExitStack() as recording:
                     stream = torch.cuda.current_stream()
                     recording.enter_context(torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"))
@@ -287,7 +290,7 @@ def train(args):
                 report(*late)
             late = None
             if step % args.log_every == 0:
-                copy = step_loss.to("cpu", non_blocking=True)
+                copy = step_loss.to("cpu", non_blocking=True, copy=True)
                 late = step, time.perf_counter(), copy, torch.cuda.current_stream().record_event() if cuda else None
             if profiler:
                 profiler.step()

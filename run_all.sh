@@ -122,6 +122,7 @@ main() {
   trap 'stop 143' TERM
   if ((gpus)); then
     launch+=(--nproc-per-node=gpu)
+    flags=(--batch-size $((512 / gpus * gpus))) # it has to divide by the processes
   else
     baseline=one_process
     launch+=(--nproc-per-node=2)

@@ -39,8 +39,20 @@ def test_runs_from_a_copy_with_common_alone(script, first_runs):
     ]
     losses = [float(line.split()[3]) for line in lines if line.startswith("epoch") and "train_loss" in line]
     assert len(losses) == 3 and losses[2] < losses[0]
+    steps = [float(line.split()[5]) for line in lines if " step " in line]
+    assert losses == [pytest.approx(sum(steps[i : i + 5]) / 5, rel=1e-5) for i in (0, 5, 10)]
     assert finished.stderr.count("Traceback") == 0
     assert not list(top.glob("**/*.tmp"))
+
+
+def test_spawn_from_a_notebook_as_readme_has_it(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    flags = json.dumps([*SMALL, "--epochs", "1", "--device", "cpu"])[1:-1]
+    assert code.count('"--epochs", "5"') == 1
+    folder = copy_recipe(tmp_path / "project", "ddp_spawn_train")
+    # Like a notebook, what stands after -c is no file that another process could import.
+    code = code.replace('"--epochs", "5"', flags)
+    assert result(run([sys.executable, "-c", code], cwd=folder, real=True))["world_size"] == 2
 
 
 def test_launch_and_spawn_give_the_same_losses(first_runs):

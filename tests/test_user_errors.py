@@ -51,6 +51,8 @@ CASES |= {
     "profile of five steps": ("dp_train", ["--profile", "{tmp}/trace"], "needs 8 steps or more to come; give more"),
     "profile": ("ddp_launch_train", ["--profile", "{tmp}/no/trace", "--epochs", "2"], "name a file that can be"),
     "other arch": ("dp_train", ["--checkpoint", "{tmp}/other.pt"], "(it has --arch resnet50"),
+    "more epochs are done": ("dp_train", ["--checkpoint", "{tmp}/longer.pt"], "(it has 9 epochs, 9 steps in all);"),
+    "other data": ("ddp_spawn_train", ["--checkpoint", "{tmp}/larger.pt"], "(it has 1 epochs, 999 steps in all);"),
     "other batch size": ("ddp_launch_train", ["--checkpoint", "{tmp}/batch.pt"], "(it has --batch-size 24); give its"),
     "no checkpoint": ("ddp_launch_train", ["--checkpoint", "{tmp}/file"], "or another FILE"),
     "cut checkpoint": ("dp_train", ["--checkpoint", "{tmp}/cut.pt"], "or another FILE"),
@@ -89,6 +91,8 @@ def broken(tmp_path_factory):
     kind = dict(arch="resnet18", image_size=8, batch_size=12, lr=0.02)
     torch.save(kind | dict(arch="resnet50"), top / "other.pt")
     torch.save(kind | dict(batch_size=24), top / "batch.pt")
+    torch.save(kind | dict(epoch=9, scheduler=dict(last_epoch=9)), top / "longer.pt")
+    torch.save(kind | dict(epoch=1, scheduler=dict(last_epoch=999)), top / "larger.pt")
     torch.save(kind | dict(model=Code(str(top / "owned"))), top / "code.pt")
     torch.save(kind | dict(model=torch.zeros(10_000)), top / "cut.pt")
     (top / "cut.pt").write_bytes((top / "cut.pt").read_bytes()[:20_000])
