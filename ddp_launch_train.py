@@ -10,6 +10,7 @@ they are averaged over all processes.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -90,7 +91,7 @@ def save(state, path, temporary):
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
-        if temporary.exists():
+        with contextlib.suppress(OSError):
             temporary.unlink()
 
 

@@ -8,7 +8,7 @@
 # Each run keeps its logs and its table (Markdown) in a folder of its own under logs/. The exit code is 1 when a
 # recipe failed. PYTHON names the Python to use (default: python3).
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 1
 
 say() { printf '%s\n' "$@" >&2; }
 

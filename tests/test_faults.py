@@ -229,10 +229,11 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
 
 def test_a_checkpoint_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    path = tmp_path / "file" / "run.pt"
-    finished = run([sys.executable, str(ROOT / "dp_train.py"), *FEW, "--epochs", "1", "--checkpoint", str(path)])
-    result(finished)
-    assert f"{path} is not saved" in finished.stdout and (tmp_path / "file").read_text() == "no folder"
+    (tmp_path / "run.pt.tmp").mkdir()  # where the temporary file would be
+    for path in tmp_path / "file" / "run.pt", tmp_path / "run.pt":
+        finished = run([sys.executable, str(ROOT / "dp_train.py"), *FEW, "--epochs", "1", "--checkpoint", str(path)])
+        result(finished)
+        assert f"{path} is not saved" in finished.stdout and (tmp_path / "file").read_text() == "no folder"
 
 
 @pytest.mark.parametrize("script", ["ddp_spawn_train", "dp_train"])
