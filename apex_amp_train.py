@@ -292,6 +292,8 @@ def train(args):
     kind |= dict(opt_level=args.opt_level, backend=args.backend)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
+            if not os.path.isfile(args.checkpoint):
+                raise ValueError("it is no file")
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
@@ -353,6 +355,8 @@ def train(args):
     if args.profile and rank == 0:
         if (args.epochs - epochs_done) * steps < 8:
             common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
+        if os.path.exists(args.profile) and not os.path.isfile(args.profile):
+            common.fail(f"--profile {args.profile} is no file and stays as it is; name a file that can be written")
         try:
             open(args.profile, "a").close()
         except OSError as error:

@@ -165,6 +165,8 @@ def train(local_rank, world_size, meeting_file, args):
     manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
+            if not os.path.isfile(args.checkpoint):
+                raise ValueError("it is no file")
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
@@ -222,6 +224,8 @@ def train(local_rank, world_size, meeting_file, args):
     if args.profile and rank == 0:
         if (args.epochs - epochs_done) * steps < 8:
             common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
+        if os.path.exists(args.profile) and not os.path.isfile(args.profile):
+            common.fail(f"--profile {args.profile} is no file and stays as it is; name a file that can be written")
         try:
             open(args.profile, "a").close()
         except OSError as error:
@@ -387,6 +391,8 @@ def worker(*args):
 if __name__ == "__main__":
     stopped = "stopped; with --checkpoint FILE the same command goes on where it was"
     signal.signal(signal.SIGTERM, lambda *_: common.fail(stopped, code=143))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        common.fail(f"it starts its own processes, and torchrun started several; start it with: python {__file__}")
     args = parse_args()
     nproc = args.nproc or (torch.cuda.device_count() if args.device == "cuda" else 2)
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # or it speaks last when a process fails

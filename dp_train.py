@@ -160,6 +160,8 @@ def train(args):
     manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
+            if not os.path.isfile(args.checkpoint):
+                raise ValueError("it is no file")
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
@@ -204,6 +206,8 @@ def train(args):
     if args.profile and rank == 0:
         if (args.epochs - epochs_done) * steps < 8:
             common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
+        if os.path.exists(args.profile) and not os.path.isfile(args.profile):
+            common.fail(f"--profile {args.profile} is no file and stays as it is; name a file that can be written")
         try:
             open(args.profile, "a").close()
         except OSError as error:
@@ -358,6 +362,8 @@ def train(args):
 if __name__ == "__main__":
     stopped = "stopped; with --checkpoint FILE the same command goes on where it was"
     signal.signal(signal.SIGTERM, lambda *_: common.fail(stopped, code=143))
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        common.fail(f"one process takes all GPUs, and torchrun starts several; start it with: python {__file__}")
     try:
         train(parse_args())
     except KeyboardInterrupt:

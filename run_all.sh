@@ -118,6 +118,7 @@ main() {
   read -r gpus apex synthetic data_dir < <(tail -n 1 <<<"$settings")
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$logs" || exit 1
+  trap 'stop 129' HUP
   trap 'stop 130' INT
   trap 'stop 143' TERM
   if ((gpus)); then
@@ -132,7 +133,9 @@ main() {
   fi
   flags+=("$@")
   if [[ $synthetic == False ]]; then
-    if ! "$python" -c 'import sys, common; common.load_cifar10(sys.argv[1])' "$data_dir" 2>"$logs/data.log"; then
+    "$python" -c 'import sys, common; common.load_cifar10(sys.argv[1])' "$data_dir" 2>"$logs/data.log" &
+    running=$! # in the background, so that a signal is heard at once
+    if ! wait "$running"; then
       notes+=("Synthetic images, since there is $(tail -n 1 "$logs/data.log" | sed 's/^-c: //')")
       flags+=(--synthetic)
     fi

@@ -50,6 +50,10 @@ CASES |= {
     "TensorBoard": ("ddp_launch_train", ["--tensorboard", "{tmp}/file"], "or name another folder"),
     "profile of five steps": ("dp_train", ["--profile", "{tmp}/trace"], "needs 8 steps or more to come; give more"),
     "profile": ("ddp_launch_train", ["--profile", "{tmp}/no/trace", "--epochs", "2"], "name a file that can be"),
+    "profile device": ("dp_train", ["--profile", "{tmp}/pipe", "--epochs", "2"], "is no file and stays as it is"),
+    "checkpoint pipe": ("ddp_launch_train", ["--checkpoint", "{tmp}/pipe"], "(it is no file); give its"),
+    "torchrun dp": ("dp_train", [], "start it with: python", dict(WORLD_SIZE="2", RANK="0")),
+    "torchrun spawn": ("ddp_spawn_train", [], "start it with: python", dict(WORLD_SIZE="2", RANK="0")),
     "other arch": ("dp_train", ["--checkpoint", "{tmp}/other.pt"], "(it has --arch resnet50"),
     "more epochs are done": ("dp_train", ["--checkpoint", "{tmp}/longer.pt"], "(it has 9 epochs, 9 steps in all);"),
     "other data": ("ddp_spawn_train", ["--checkpoint", "{tmp}/larger.pt"], "(it has 1 epochs, 999 steps in all);"),
@@ -88,6 +92,7 @@ def broken(tmp_path_factory):
     """Make a folder of broken files."""
     top = tmp_path_factory.mktemp("broken")
     (top / "file").write_text("no checkpoint, no folder")
+    os.mkfifo(top / "pipe")  # neither read nor replaced
     kind = dict(arch="resnet18", image_size=8, batch_size=12, lr=0.02)
     torch.save(kind | dict(arch="resnet50"), top / "other.pt")
     torch.save(kind | dict(batch_size=24), top / "batch.pt")
