@@ -189,7 +189,7 @@ def train(args):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")  # or a hang takes NCCL a minute longer to end
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1, torchrun's, a hang beside a CUDA graph never ended
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1, torchrun's, a hang beside a CUDA graph did not end
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, "env://", timeout, world_size, rank, device_id=device if cuda else None)
     # [DDP 7/14] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
