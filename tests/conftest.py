@@ -71,7 +71,21 @@ fork.set_forkserver_preload(["torch", "torchvision", "torch.distributed.run", "t
 def as_if_spawned(rank, function, *args):
     """Be a process by "spawn" in one by "fork": without what the script's own process has set."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     function(rank, *args)
+
+
+def spawn_by_fork(function, args, nprocs):
+    """Do what torch.multiprocessing.spawn() does, with processes that start in no time."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # or one may come before a process is as if spawned
+    try:
+        started = torch.multiprocessing.start_processes(
+            as_if_spawned, (function, *args), nprocs, join=False, start_method="fork"
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    while not started.join():
+        pass
 
 
 def be_python(path, flags, nproc, env, cwd, out, err):
@@ -103,9 +117,7 @@ def be_python(path, flags, nproc, env, cwd, out, err):
                     for other in pids:
                         os.kill(other, signal.SIGTERM)
             sys.exit(worst)
-    torch.multiprocessing.spawn = lambda function, args, nprocs: torch.multiprocessing.start_processes(
-        as_if_spawned, (function, *args), nprocs, start_method="fork"
-    )
+    torch.multiprocessing.spawn = spawn_by_fork
     sys.argv = [str(path), *flags]
     sys.path[:0] = [str(Path(path).parent), *filter(None, env.get("PYTHONPATH", "").split(":"))]
     runpy.run_path(str(path), run_name="__main__")
