@@ -4,9 +4,11 @@ Copy this file together with the recipe that you take.
 """
 
 import builtins
+import contextlib
 import os
 import random
 import sys
+import textwrap
 import time
 from http.client import HTTPException
 from pathlib import Path
@@ -30,18 +32,15 @@ def load_cifar10(data_dir, limit=None):
     of 50,000 and of 10,000. Any number of processes may call this at once: one of them downloads
     and the others wait for it. torchvision checks the md5 of every file before it is read.
     """
-    try:
+    what = f"no complete CIFAR-10 in {data_dir}, and it could not be downloaded"
+    advice = f"put {CIFAR10.filename} there, name the folder that has it with --data-dir, or use --synthetic"
+    with fail_on((OSError, RuntimeError, HTTPException), what, advice):
         try:
             splits = [CIFAR10(data_dir, train) for train in (True, False)]
         except RuntimeError:  # missing or damaged
             Path(data_dir).mkdir(parents=True, exist_ok=True)
             with FileLock(Path(data_dir, ".cifar10.lock")):
                 splits = [CIFAR10(data_dir, train, download=True) for train in (True, False)]
-    except (OSError, RuntimeError, HTTPException) as error:
-        fail(
-            f"no complete CIFAR-10 in {data_dir}, and it could not be downloaded ({error}); put "
-            f"{CIFAR10.filename} there, name the folder that has it with --data-dir, or use --synthetic"
-        )
     return [TensorDataset(torch.from_numpy(s.data[:limit]), torch.tensor(s.targets[:limit])) for s in splits]
 
 
@@ -110,12 +109,11 @@ def build_resnet(arch, image_size, pretrained=False):
     if pretrained:
         weights = torchvision.models.get_model_weights(arch).DEFAULT
         folder = Path(torch.hub.get_dir(), "checkpoints")
-        try:
+        advice = f"put {weights.url} into {folder} or drop --pretrained"
+        with fail_on(Exception, f"{weights} could not be loaded", advice):  # networks and damaged files raise anything
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / f"{arch}.lock"):
                 net.load_state_dict(weights.get_state_dict(progress=False, check_hash=True))
-        except Exception as error:  # whatever a network and a damaged file can raise
-            fail(f"{weights} could not be loaded ({error}); put {weights.url} into {folder} or drop --pretrained")
     if image_size <= 64:
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
@@ -148,6 +146,16 @@ def fail(sentence, code=2):
         time.sleep(9)  # what all processes meet, the main process says; its end then ends this one
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: {sentence}\n")
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def fail_on(errors, what, advice):
+    """End the process like `fail` when the lines below `with`, or the function below `@`, raise one of `errors`."""
+    try:
+        yield
+    except errors as error:
+        reason = str(error).partition("\nException raised from")[0]  # without the stack of C++
+        fail(f"{what} ({textwrap.shorten(reason, 300)}); {advice}")
 
 
 def seed_everything(seed, epoch=0, rank=0):

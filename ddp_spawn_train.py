@@ -10,12 +10,12 @@ they are averaged over all processes. No launcher: for a function that a noteboo
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -92,10 +92,11 @@ def save(state, path, temporary):
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    finally:
+        shutil.rmtree(temporary.parent, ignore_errors=True)  # and with it what a run that was killed has left
 
 
+@common.fail_on(torch.OutOfMemoryError, "the GPU is full", "give a smaller --batch-size, or see nvidia-smi")
 def train(local_rank, world_size, meeting_file, args):
     # ------------------------------------------------------------------------------------------------- Setup
     # [DDP 1/14] spawn() starts this function once per GPU and counts: on one machine the count is the rank, too.
@@ -164,7 +165,8 @@ def train(local_rank, world_size, meeting_file, args):
     kind = dict(arch=args.arch, image_size=args.image_size, batch_size=args.batch_size, lr=lr)
     manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
     if args.checkpoint and os.path.exists(args.checkpoint):
-        try:
+        advice = "give its run's flags or another FILE"
+        with common.fail_on(Exception, f"cannot resume from {args.checkpoint}", advice):  # broken files raise anything
             if not os.path.isfile(args.checkpoint):
                 raise ValueError("it is no file")
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
@@ -178,9 +180,6 @@ def train(local_rank, world_size, meeting_file, args):
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
             changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
-        except Exception as error:  # whatever a broken or foreign file raises
-            reason = str(error).partition("\n")[0]
-            common.fail(f"cannot resume from {args.checkpoint} ({reason}); give its run's flags or another FILE")
     for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
         iter(loader)
     # [DDP 6/14] Join the other processes only now, with all files at hand: no collective waits for a download.
@@ -192,7 +191,9 @@ def train(local_rank, world_size, meeting_file, args):
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")  # or a hang takes NCCL a minute longer to end
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1, torchrun's, a hang beside a CUDA graph did not end
     timeout = datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, meeting, timeout, world_size, rank, device_id=device if cuda else None)
+    advice = "check the addresses and, in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, the network cards"
+    with common.fail_on((RuntimeError, ValueError), "the processes cannot meet", advice):
+        dist.init_process_group(backend, meeting, timeout, world_size, rank, device_id=device if cuda else None)
     # [DDP 7/14] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
     model = DistributedDataParallel(net, gradient_as_bucket_view=True, static_graph=True)
     model.broadcast_buffers = False  # BatchNorm statistics need not travel every step: see 12
@@ -215,21 +216,18 @@ def train(local_rank, world_size, meeting_file, args):
 
     # ------------------------------------------------------------------------------------------------- Train
     if args.tensorboard and rank == 0:
-        try:
+        advice = "install tensorboard or name another folder"
+        with common.fail_on((ImportError, OSError), f"no --tensorboard {args.tensorboard}", advice):
             from torch.utils.tensorboard import SummaryWriter  # takes seconds, so only where it is wanted
 
             writer = SummaryWriter(args.tensorboard, purge_step=epochs_done + 1)
-        except (ImportError, OSError) as error:
-            common.fail(f"no --tensorboard {args.tensorboard} ({error}); install tensorboard or name another folder")
     if args.profile and rank == 0:
         if (args.epochs - epochs_done) * steps < 8:
             common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
         if os.path.exists(args.profile) and not os.path.isfile(args.profile):
             common.fail(f"--profile {args.profile} is no file and stays as it is; name a file that can be written")
-        try:
+        with common.fail_on(OSError, f"no --profile {args.profile}", "name a file that can be written"):
             open(args.profile, "a").close()
-        except OSError as error:
-            common.fail(f"no --profile {args.profile} ({error}); name a file that can be written")
 
     def report(step, now, loss, copied):
         """Print the line of a step: the loss, and the speed since the last line."""
@@ -352,7 +350,8 @@ def train(local_rank, world_size, meeting_file, args):
         # ---------------------------------------------------------------------------------------------- Save
         # [DDP 14/14] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
         if args.checkpoint and rank == 0:
-            path, temporary = Path(args.checkpoint), Path(f"{args.checkpoint}.tmp")
+            path = Path(os.path.realpath(args.checkpoint))  # a link stays one
+            temporary = Path(f"{path}.tmp", str(os.getpid()))  # a second run with this FILE writes another
             if val_accuracy > best:
                 best = val_accuracy
                 save(net.state_dict(), path.with_suffix(f".best{path.suffix}"), temporary)

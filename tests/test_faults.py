@@ -229,11 +229,39 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_training_goes_on(tmp_path):
 
 def test_a_checkpoint_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("no folder")
-    (tmp_path / "run.pt.tmp").mkdir()  # where the temporary file would be
+    (tmp_path / "run.pt.tmp").write_text("no folder")  # where the temporary file's would be
     for path in tmp_path / "file" / "run.pt", tmp_path / "run.pt":
         finished = run([sys.executable, str(ROOT / "dp_train.py"), *FEW, "--epochs", "1", "--checkpoint", str(path)])
         result(finished)
-        assert f"{path} is not saved" in finished.stdout and (tmp_path / "file").read_text() == "no folder"
+        assert f"{path} is not saved" in finished.stdout
+        assert all((tmp_path / name).read_text() == "no folder" for name in ("file", "run.pt.tmp"))
+
+
+def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path, start):
+    (tmp_path / "real").mkdir()
+    path = tmp_path / "run.pt"
+    path.symlink_to("real/net.pt")  # stays a link
+    arguments = [sys.executable, str(ROOT / "dp_train.py"), *FEW, "--epochs", "25", "--checkpoint", str(path)]
+    running = [start(arguments) for _ in range(3)]
+    while any(run.process.poll() is None for run in running):
+        if path.exists():
+            assert torch.load(path, weights_only=True)["epoch"] <= 25
+    assert [run.process.returncode for run in running] == [0, 0, 0], [run.log.read_text() for run in running]
+    assert torch.load(path, weights_only=True)["epoch"] == 25
+    assert path.is_symlink() and not list(tmp_path.glob("*.tmp"))
+    assert sorted(file.name for file in (tmp_path / "real").iterdir()) == ["net.best.pt", "net.pt"]
+
+
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
+def test_too_little_gpu_memory_is_one_sentence(script, tmp_path):
+    line = "            scheduler.step()\n"
+    full = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 1.00 GiB free.\\n More."
+    full = f"            if step == 2: raise torch.OutOfMemoryError('{full}')\n"
+    folder = edited(tmp_path / "edited", script, (line, line + full))
+    finished = run(command(script, *FEW, "--epochs", "2", folder=folder))
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    said = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}.py: ")]
+    assert len(said) == 1 and "GPU 1 has 1.00 GiB free" in said[0] and "smaller --batch-size" in said[0]
 
 
 @pytest.mark.parametrize("script", ["ddp_spawn_train", "dp_train"])

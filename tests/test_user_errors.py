@@ -33,6 +33,7 @@ def words():
         yield f"{name} missing", (script, [f"--{name}"], f"expected one argument{LISTS}")
 
 
+ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
 CASES = dict(numbers()) | dict(words())
 CASES |= {
     "half a flag": ("dp_train", ["--epoch", "3"], f"unrecognized arguments: --epoch 3{LISTS}"),
@@ -69,6 +70,8 @@ CASES |= {
     "a negative GPU": ("ddp_launch_train", ["AUTO"], "finds 0 GPUs; see nvidia-smi", {"CUDA_VISIBLE_DEVICES": "-1"}),
     "half an environment": ("alone", [], "lacks LOCAL_RANK, LOCAL_WORLD_SIZE,", {"RANK": "0", "WORLD_SIZE": "2"}),
     "no rank": ("alone", [], "; start with torchrun, which sets them all", {"WORLD_SIZE": "2"}),
+    "no such network card": ("ddp_spawn_train", [], "check the addresses and", dict(GLOO_SOCKET_IFNAME="eth99")),
+    "no such port": ("alone", [], "cannot meet (", ALONE | dict(MASTER_PORT="port")),
     "no data": ("dp_train", ["DATA", "{tmp}/none"], "or use --synthetic"),
     "file as data": ("dp_train", ["DATA", "{tmp}/file"], "or use --synthetic"),
     "folder that cannot be made": ("dp_train", ["DATA", "/proc/none"], "name the folder that has it with --data-dir"),
