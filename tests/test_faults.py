@@ -237,17 +237,17 @@ def test_a_checkpoint_folder_that_cannot_be_made(tmp_path):
         assert all((tmp_path / name).read_text() == "no folder" for name in ("file", "run.pt.tmp"))
 
 
-def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path, start):
+def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path):
     (tmp_path / "real").mkdir()
     path = tmp_path / "run.pt"
     path.symlink_to("real/net.pt")  # stays a link
-    arguments = [sys.executable, str(ROOT / "dp_train.py"), *FEW, "--epochs", "25", "--checkpoint", str(path)]
-    running = [start(arguments) for _ in range(3)]
-    while any(run.process.poll() is None for run in running):
+    flags, log = [*FEW, "--epochs", "9", "--checkpoint", str(path)], tmp_path / "log"
+    runs = [process for _ in range(3) for process in processes(ROOT / "dp_train.py", flags, log, nproc=1)]
+    while any(process.is_alive() for process in runs):
         if path.exists():
-            assert torch.load(path, weights_only=True)["epoch"] <= 25
-    assert [run.process.returncode for run in running] == [0, 0, 0], [run.log.read_text() for run in running]
-    assert torch.load(path, weights_only=True)["epoch"] == 25
+            assert torch.load(path, weights_only=True)["epoch"] <= 9
+    assert [process.exitcode for process in runs] == [0, 0, 0], log.read_text()
+    assert torch.load(path, weights_only=True)["epoch"] == 9
     assert path.is_symlink() and not list(tmp_path.glob("*.tmp"))
     assert sorted(file.name for file in (tmp_path / "real").iterdir()) == ["net.best.pt", "net.pt"]
 

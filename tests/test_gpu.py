@@ -112,6 +112,20 @@ def test_a_process_that_hangs_beside_a_graph_ends_the_run(script, tmp_path):
     wait_until_gone(list(map(int, pids)))
 
 
+@pytest.mark.parametrize("ranks", ["all", "1"])
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"])
+def test_a_full_gpu_is_one_sentence(script, ranks, tmp_path):
+    line = "    common.seed_everything(args.seed)\n"
+    gpus = "own_gpus" if ranks == "all" else "own_gpus[1:]" if script == "dp_train" else "own_gpus * rank"
+    little = f"    for gpu in {gpus}: torch.cuda.set_per_process_memory_fraction(0.004, gpu)\n"
+    folder = edited(tmp_path / "edited", script, (line, line + little))
+    flags = ["--limit", "1024", "--batch-size", "512", "--arch", "resnet50", "--image-size", "32"]
+    finished = run(command(script, *ON_GPU, *flags, folder=folder), timeout=90)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr, finished.stderr
+    said = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}.py: ")]
+    assert len(said) == 1 and "out of memory" in said[0] and "give a smaller --batch-size" in said[0], finished.stderr
+
+
 @pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
 def test_a_signal_ends_every_process_within_ten_seconds(script, start):
     running = start(command(script, *LONG, "--epochs", "1000"))

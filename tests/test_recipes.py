@@ -228,7 +228,8 @@ def test_compile_starts_with_the_losses_of_eager_mode(first_runs):
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_opt_levels(level, first_runs):
     flags = [*SMALL, "--epochs", "3", "--device", DEVICE, "--backend", "torch", "--opt-level", level]
-    found = result(run(command("apex_amp_train", *flags, *(["--image-size", "4"] if level == "O3" else []))))
+    flags += ["--image-size", "4", "--epochs", "1"] if level == "O3" else []  # slow on most CPUs
+    found = result(run(command("apex_amp_train", *flags)))
     assert (found["precision"], found["backend"]) == (level, "torch")
     if level == "O0" and DEVICE == "cpu":  # the same arithmetic as ddp_launch_train.py in fp32
         launch = result(first_runs("ddp_launch_train")[0])
