@@ -150,7 +150,7 @@ def fail(sentence, code=2):
 
 @contextlib.contextmanager
 def fail_on(errors, what, advice):
-    """End the process like `fail` when the lines below `with`, or the function below `@`, raise one of `errors`."""
+    """Around lines (`with`) or a function (`@`): any of `errors` ends the process with `fail`: what (error); advice."""
     try:
         yield
     except errors as error:

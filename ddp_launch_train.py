@@ -10,12 +10,12 @@ they are averaged over all processes.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
 import os
 import resource
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -92,7 +92,10 @@ def save(state, path, temporary):
         reason = str(error).partition("\n")[0]
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
     finally:
-        shutil.rmtree(temporary.parent, ignore_errors=True)  # and with it what a run that was killed has left
+        with contextlib.suppress(OSError):
+            for left in temporary.parent.glob("*.part"):  # of a run that was killed, too
+                left.unlink()
+            temporary.parent.rmdir()  # which leaves alone what somebody else has put there
 
 
 @record  # lets torchrun show the traceback of the process that failed
@@ -350,7 +353,7 @@ def train(args):
         # [DDP 14/14] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
         if args.checkpoint and rank == 0:
             path = Path(os.path.realpath(args.checkpoint))  # a link stays one
-            temporary = Path(f"{path}.tmp", str(os.getpid()))  # a second run with this FILE writes another
+            temporary = Path(f"{path}.tmp", f"{os.getpid()}.part")  # a second run with this FILE writes another
             if val_accuracy > best:
                 best = val_accuracy
                 save(net.state_dict(), path.with_suffix(f".best{path.suffix}"), temporary)

@@ -52,7 +52,7 @@ def test_readme_names_tests_files_and_headings_that_are_there():
 @pytest.mark.parametrize(
     ("one", "other", "most"),
     [
-        ("dp_train", "ddp_launch_train", 152),
+        ("dp_train", "ddp_launch_train", 150),
         ("ddp_launch_train", "ddp_spawn_train", 62),
         ("ddp_launch_train", "apex_amp_train", 177),
     ],

@@ -16,6 +16,7 @@ import torch
 from conftest import (
     METRICS,
     ROOT,
+    SCRIPTS,
     SMALL,
     alive,
     be_python,
@@ -82,6 +83,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, k
     during_save = 0
     temporary = Path(f"{broken}.tmp")
     for kill in range(kills):
+        old = set(temporary.glob("*"))  # what a killed run may have left
         started = processes(path, [*flags, str(broken)], log)
         ready = log.read_text().count("technique ")
         until = time.monotonic() + 60
@@ -89,10 +91,10 @@ def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, k
             time.sleep(chance.uniform(0.1, 3))
         else:
             while log.read_text().count("technique ") == ready and time.monotonic() < until:
-                time.sleep(0.01)  # first gone is what a killed run may have left
-            while not temporary.exists() and any(alive(process.pid) for process in started):
+                time.sleep(0.01)
+            while not set(temporary.glob("*")) - old and any(alive(process.pid) for process in started):
                 time.sleep(0.0005)
-            time.sleep(chance.uniform(0, 0.05))
+            time.sleep(chance.uniform(0, 0.02))
         victims = [process.pid for process in started]
         if script == "ddp_spawn_train" and alive(victims[0]) and (own := children(victims[0])):
             victims = chance.choice([victims, own, own[:1], own[1:]])
@@ -101,7 +103,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, k
         for pid in victims:
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        during_save += temporary.exists()
+        during_save += bool(set(temporary.glob("*")) - old)
         end(started)
         if broken.exists():
             torch.load(broken, weights_only=True)
@@ -109,7 +111,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_like_an_unbroken_run(script, k
     for process in started:
         process.join()
     assert [process.exitcode for process in started] == [0] * len(started), log.read_text()[-3000:]
-    assert during_save >= 3
+    assert during_save >= kills // 7
     a, b = (torch.load(file, weights_only=True) for file in (unbroken, broken))
     assert {key: a["metrics"][key] for key in METRICS} == {key: b["metrics"][key] for key in METRICS}
     assert a["best"] == b["best"] and a["epoch"] == b["epoch"] == kills
@@ -241,6 +243,8 @@ def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path):
     (tmp_path / "real").mkdir()
     path = tmp_path / "run.pt"
     path.symlink_to("real/net.pt")  # stays a link
+    (tmp_path / "real" / "net.pt.tmp").mkdir()  # as is what somebody else has put here
+    (tmp_path / "real" / "net.pt.tmp" / "keep").write_text("mine")
     flags, log = [*FEW, "--epochs", "9", "--checkpoint", str(path)], tmp_path / "log"
     runs = [process for _ in range(3) for process in processes(ROOT / "dp_train.py", flags, log, nproc=1)]
     while any(process.is_alive() for process in runs):
@@ -249,16 +253,18 @@ def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path):
     assert [process.exitcode for process in runs] == [0, 0, 0], log.read_text()
     assert torch.load(path, weights_only=True)["epoch"] == 9
     assert path.is_symlink() and not list(tmp_path.glob("*.tmp"))
-    assert sorted(file.name for file in (tmp_path / "real").iterdir()) == ["net.best.pt", "net.pt"]
+    assert sorted(file.name for file in (tmp_path / "real").iterdir()) == ["net.best.pt", "net.pt", "net.pt.tmp"]
+    assert [file.name for file in (tmp_path / "real" / "net.pt.tmp").iterdir()] == ["keep"]
 
 
-@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_too_little_gpu_memory_is_one_sentence(script, tmp_path):
     line = "            scheduler.step()\n"
     full = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 1.00 GiB free.\\n More."
     full = f"            if step == 2: raise torch.OutOfMemoryError('{full}')\n"
     folder = edited(tmp_path / "edited", script, (line, line + full))
-    finished = run(command(script, *FEW, "--epochs", "2", folder=folder))
+    level = ["--opt-level", "O0"] if script == "apex_amp_train" else []
+    finished = run(command(script, *FEW, *level, "--epochs", "2", folder=folder))
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     said = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}.py: ")]
     assert len(said) == 1 and "GPU 1 has 1.00 GiB free" in said[0] and "smaller --batch-size" in said[0]
