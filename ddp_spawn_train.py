@@ -192,6 +192,7 @@ def train(local_rank, world_size, meeting_file, args):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")  # or a hang takes NCCL a minute longer to end
+    os.environ.setdefault("TORCH_NCCL_DESYNC_DEBUG", "1")  # NCCL then names the rank that hangs
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"  # with 1, torchrun's, a hang beside a CUDA graph did not end
     timeout = datetime.timedelta(seconds=args.timeout)
     advice = "check the addresses and, in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, the network cards"
