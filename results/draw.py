@@ -60,7 +60,7 @@ def draw_scaling(folder):
             alone = alone or medians.get(1)
         most = max(max(result["gpus"], 1) for result, _ in runs)
         if alone:
-            axis.plot([1, most], [alone, alone * most], linestyle=":", color="grey", label="ideal")
+            axis.plot([1, most], [alone, alone * most], linestyle=":", color="grey", label="ideal, bf16")
         axis.set(title=title, xlabel="GPUs", ylabel="images/s", ylim=(0, None))
         axis.set_xticks([2**n for n in range(most.bit_length())])
         axis.legend()

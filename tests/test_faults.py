@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    DEVICE,
     METRICS,
     ROOT,
     SCRIPTS,
@@ -276,7 +277,8 @@ def test_a_loss_that_is_no_number_ends_the_run_and_spares_the_checkpoint(script,
     worse = "            loss = loss / (epoch < 2)\n"
     folder = edited(tmp_path / "edited", script, (line, line + worse))
     path = tmp_path / "run.pt"
-    finished = run(command(script, *FEW, "--epochs", "3", "--checkpoint", str(path), folder=folder))
+    flags = [*FEW, "--epochs", "3", "--device", DEVICE, "--checkpoint", str(path)]
+    finished = run(command(script, *flags, folder=folder))
     assert finished.returncode == 2 and "RESULT" not in finished.stdout
     said = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}.py: ")]
     assert said == [f"{script}.py: the loss of epoch 2 is no number and not saved; try a smaller --lr or --clip-grad 1"]

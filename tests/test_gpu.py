@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import torch
-from conftest import METRICS, ROOT, SMALL, command, edited, result, run, wait_until_gone
+from conftest import METRICS, ROOT, SCRIPTS, SMALL, command, edited, result, run, wait_until_gone
 from test_apex import states
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -134,6 +134,31 @@ def test_a_signal_ends_every_process_within_ten_seconds(script, start):
     running.process.send_signal(signal.SIGTERM)
     running.process.wait(timeout=10)
     wait_until_gone(pids)  # and with a process its memory on the GPU
+
+
+@pytest.mark.parametrize("how", ["dp_train", "ddp_launch_train", "ddp_spawn_train", "torchrun --max-restarts"])
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(how, tmp_path, start):
+    script = how if how in SCRIPTS else "ddp_launch_train"
+    folder = edited(tmp_path / "edited", script, EXACT)
+    flags = [*LONG, "--epochs", "3", "--precision", "fp32", "--checkpoint"]
+    env = dict(CUBLAS_WORKSPACE_CONFIG=":4096:8", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    unbroken = result(run(command(script, *flags, str(tmp_path / "unbroken.pt"), folder=folder), **env))
+    arguments = command(script, *flags, str(tmp_path / "run.pt"), folder=folder)
+    if script != how:
+        arguments.insert(3, "--max-restarts=3")
+    running = start(["env", *map("=".join, env.items()), *arguments])
+    pids = running.pids()
+    running.wait_for("epoch 2 step 30")
+    os.kill(pids[-1], signal.SIGKILL)
+    wait_until_gone(pids)
+    assert (running.process.wait(timeout=90) == 0) == (script != how), running.log.read_text()
+    if script == how:
+        running = start(["env", *map("=".join, env.items()), *arguments])
+        assert running.process.wait(timeout=90) == 0, running.log.read_text()
+    log = running.log.read_text()
+    assert "epochs      1 done, 2 to come of 50 steps" in log and log.count("RESULT ") == 1
+    found = json.loads(re.search("^RESULT (.*)", log, re.M)[1])
+    assert [found[key] for key in METRICS] == pytest.approx([unbroken[key] for key in METRICS], rel=1e-2)
 
 
 def test_a_profile_shows_the_all_reduce(tmp_path):

@@ -239,9 +239,9 @@ def test_opt_levels(level, first_runs):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_interrupt_ends_every_process(script, start):
     flags = ["--opt-level", "O0"] if script == "apex_amp_train" else []
-    running = start(command(script, *SMALL, *flags, "--epochs", "1000", "--device", "cpu", "--workers", "1"))
+    running = start(command(script, *SMALL, *flags, "--epochs", "1000", "--device", DEVICE, "--workers", "1"))
     pids = running.pids()
-    running.wait_for("epoch 1 step 2")
+    running.wait_for("epoch 4 step 2")  # on GPUs within a CUDA graph
     running.process.send_signal(signal.SIGINT)
     running.process.wait(timeout=60)
     assert running.process.returncode != 0
@@ -274,9 +274,9 @@ def test_a_process_that_raises_shows_its_traceback_and_ends_the_others(script, t
     text = path.read_text()
     line = "            scheduler.step()\n"
     assert text.count(line) == 1
-    fault = "            if rank == 1 and step == 2: raise OSError('disk on fire')\n"
+    fault = "            if rank == 1 and epoch == 4: raise OSError('disk on fire')\n"
     path.write_text(text.replace(line, line + fault))
-    arguments = command(script, *SMALL, "--epochs", "1000", "--device", "cpu", folder=folder)
+    arguments = command(script, *SMALL, "--epochs", "1000", "--device", DEVICE, folder=folder)
     finished = run(arguments, timeout=120, real=True)
     assert finished.returncode == 1
     last = finished.stderr.rpartition("Traceback (most recent call last)")  # of the process at fault, and named
