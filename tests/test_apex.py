@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def parse(tmp_path, monkeypatch, capsys):
     """Return a function that parses flags with a stand-in for Apex installed, and gives (args, exit code, stderr)."""
 
     def parse_with(package, *flags, cuda=False):
+        without = [path for path in sys.path if not Path(path, "apex").exists()]
+        monkeypatch.setattr(sys, "path", without)  # where the real one is installed
         monkeypatch.syspath_prepend(put_apex(tmp_path, package))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
         monkeypatch.setattr("sys.argv", ["apex_amp_train.py", *ONE, "--device", "cuda" if cuda else "cpu", *flags])

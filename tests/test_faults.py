@@ -4,6 +4,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -293,6 +294,7 @@ def listening(pids):
     return [line.split()[3].rpartition(":")[0] for line in owned]
 
 
+@pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
 @pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
 def test_a_run_on_one_machine_listens_on_loopback_alone(script, start):
     running = start(command(script, *FEW, "--epochs", "1000"))

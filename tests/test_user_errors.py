@@ -42,7 +42,7 @@ CASES |= {
     "lr inf": ("dp_train", ["--lr", "inf"], "--lr is inf and must be from 0"),
     "weights and stem": ("ddp_launch_train", ["--pretrained"], "need --image-size 65 or more"),
     "SyncBN on the CPU": ("ddp_spawn_train", ["--sync-bn"], "--sync-bn needs GPUs; leave it out"),
-    "O2": ("apex_amp_train", ["--opt-level", "O2"], "use --opt-level O1"),
+    "O2": ("apex_amp_train", ["--opt-level", "O2", "--backend", "torch"], "use --opt-level O1"),
     "batch over 2": ("ddp_spawn_train", ["--batch-size", "13"], "12 and 14 are nearest"),
     "batch under 2": ("ddp_launch_train", ["--batch-size", "1"], "2 and 4 are nearest"),
     "more than the data": ("dp_train", ["--batch-size", "62"], "more than the 61 training images; give less"),
