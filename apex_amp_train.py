@@ -315,6 +315,7 @@ def train(args):
         iter(loader)
     # [DDP 6/14] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
+    store = dist.HashStore() if world_size == 1 else None  # alone, nothing listens; else torchrun's
     if world_size == local_world_size:  # on one machine nothing listens to the network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
@@ -324,7 +325,7 @@ def train(args):
     timeout = datetime.timedelta(seconds=args.timeout)
     advice = "check the addresses and, in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, the network cards"
     with common.fail_on((RuntimeError, ValueError), "the processes cannot meet", advice):
-        dist.init_process_group(backend, "env://", timeout, world_size, rank, device_id=device if cuda else None)
+        dist.init_process_group(backend, None, timeout, world_size, rank, store, device_id=device if cuda else None)
     # [DDP 7/14] The wrapper copies rank 0's weights to all and averages the gradients, in place, during backward().
     if args.ddp == "apex":
         model = apex.parallel.DistributedDataParallel(net)
@@ -522,7 +523,6 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, lambda *_: common.fail(stopped, code=143))
         print("One process, without torchrun; for all GPUs: torchrun --standalone --nproc-per-node=gpu", __file__)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     elif missing:
         common.fail(f"the environment lacks {', '.join(sorted(missing))}; start with torchrun, which sets them all")
     else:  # these processes end with a torchrun that is killed

@@ -295,9 +295,12 @@ def listening(pids):
 
 
 @pytest.mark.skipif(not shutil.which("ss"), reason="needs ss, of iproute2")
-@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
+@pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train", "without torchrun"])
 def test_a_run_on_one_machine_listens_on_loopback_alone(script, start):
-    running = start(command(script, *FEW, "--epochs", "1000"))
+    arguments = command(script, *FEW, "--epochs", "1000")
+    if script == "without torchrun":
+        arguments = [sys.executable, str(ROOT / "ddp_launch_train.py"), *FEW, "--epochs", "1000"]
+    running = start(arguments)
     pids = running.pids()
     running.wait_for("epoch 2 step")
     addresses = listening(pids)
