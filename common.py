@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import os
 import random
+import signal
 import sys
 import textwrap
 import time
@@ -140,6 +141,8 @@ def setup_for_distributed(is_master):
 
 def fail(sentence, code=2):
     """End the process over something that the user did or can mend: one sentence on stderr, no traceback."""
+    if code != 2:  # a signal, which may end DataLoader's processes too: its handler would raise an error for them
+        signal.signal(signal.SIGCHLD, lambda *_: None)
     if not _is_master:
         if code != 2:
             sys.exit(code)

@@ -194,6 +194,19 @@ def test_a_signal_ends_every_process_within_ten_seconds(script, number, code, st
     torch.load(tmp_path / "run.pt", weights_only=True)
 
 
+def test_a_signal_to_the_data_loading_processes_too_is_one_sentence(tmp_path, start):
+    # As timeout and scancel send it; the main process hears of its own and of their end at once.
+    line = "            scheduler.step()\n"
+    busy = "            if epoch == 2 and step == 1: print('busy', flush=True), sum(range(10**8))\n"
+    folder = edited(tmp_path / "edited", "dp_train", (line, line + busy))
+    running = start(command("dp_train", *FEW, "--epochs", "9", "--workers", "2", folder=folder))
+    running.wait_for("busy")
+    os.killpg(running.process.pid, signal.SIGTERM)
+    assert running.process.wait(timeout=10) == 143, running.log.read_text()
+    log = running.log.read_text()
+    assert log.count("with --checkpoint FILE") == 1 and "Traceback" not in log and "Error" not in log, log
+
+
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
 def test_a_process_that_hangs_ends_the_run(script, tmp_path):
     line = "            scheduler.step()\n"
