@@ -243,7 +243,7 @@ def test_interrupt_ends_every_process(script, start):
     pids = running.pids()
     running.wait_for("epoch 4 step 2")  # on GPUs within a CUDA graph
     running.process.send_signal(signal.SIGINT)
-    running.process.wait(timeout=60)
+    running.process.wait(timeout=10)
     assert running.process.returncode != 0
     if script in ("dp_train", "ddp_spawn_train"):
         assert running.process.returncode == 130
