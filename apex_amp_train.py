@@ -72,6 +72,8 @@ def parse_args():
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch passes it
     args = parser.parse_args()
     for name, value in vars(args).items():
+        if value == "":
+            parser.error(f"--{name.replace('_', '-')} is empty; name a file or a folder, or leave it out")
         least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
         most = {"image_size": 2048, "workers": 256, "nproc": 256}.get(name, 2**31 - 1)
         if type(value) in (int, float) and not least <= value <= most:
@@ -133,7 +135,7 @@ def save(state, path, temporary):
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
     finally:
         with contextlib.suppress(OSError):
-            for left in temporary.parent.glob("*.part"):  # of a run that was killed, too
+            for left in temporary.parent.glob("[0-9]*.part"):  # of a run that was killed, too
                 left.unlink()
             temporary.parent.rmdir()  # which leaves alone what somebody else has put there
 
@@ -292,14 +294,16 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
     epochs_done, best, changed = 0, 0.0, ""
     kind = dict(arch=args.arch, image_size=args.image_size, batch_size=args.batch_size, lr=lr)
-    manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
+    manner = dict(world_size=world_size, precision=precision)  # these may change from run to run
+    manner |= {name: getattr(args, name) for name in ("epochs", "seed", "limit", "synthetic", "clip_grad")}
     kind |= dict(opt_level=args.opt_level, backend=args.backend)
-    if args.checkpoint and os.path.exists(args.checkpoint):
+    path = args.checkpoint and Path(os.path.realpath(args.checkpoint))  # a link stays one
+    if path and os.path.exists(path):
         advice = "give its run's flags or another FILE"
         with common.fail_on(Exception, f"cannot resume from {args.checkpoint}", advice):  # broken files raise anything
-            if not os.path.isfile(args.checkpoint):
+            if not os.path.isfile(path):
                 raise ValueError("it is no file")
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
             if saved["epoch"] > args.epochs or saved["scheduler"]["last_epoch"] != saved["epoch"] * steps:
@@ -310,9 +314,10 @@ def train(args):
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(device)
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
-            changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
-    for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
-        iter(loader)
+            changed = "".join(f"; {k} was {saved.get(k)}, is {v}" for k, v in manner.items() if saved.get(k) != v)
+    with common.fail_on(OSError, "the data-loading processes cannot start", "give fewer --workers or see ulimit -n"):
+        for loader in train_loader, test_loader:  # fork now: beside busy threads a fork hangs at times
+            iter(loader)
     # [DDP 6/14] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
     store = dist.HashStore() if world_size == 1 else None  # alone, nothing listens; else torchrun's
@@ -487,8 +492,7 @@ def train(args):
 
         # ---------------------------------------------------------------------------------------------- Save
         # [DDP 14/14] Rank 0 alone writes, and net rather than model: no "module." before the names of weights.
-        if args.checkpoint and rank == 0:
-            path = Path(os.path.realpath(args.checkpoint))  # a link stays one
+        if path and rank == 0:
             temporary = Path(f"{path}.tmp", f"{os.getpid()}.part")  # a second run with this FILE writes another
             if val_accuracy > best:
                 best = val_accuracy

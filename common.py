@@ -141,8 +141,9 @@ def setup_for_distributed(is_master):
 
 def fail(sentence, code=2):
     """End the process over something that the user did or can mend: one sentence on stderr, no traceback."""
-    if code != 2:  # a signal, which may end DataLoader's processes too: its handler would raise an error for them
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+    if code != 2:  # a signal: neither it once more nor the end of DataLoader's processes may interrupt what follows
+        for number in signal.SIGTERM, signal.SIGCHLD:
+            signal.signal(number, lambda *_: None)
     if not _is_master:
         if code != 2:
             sys.exit(code)
@@ -157,7 +158,7 @@ def fail_on(errors, what, advice):
     try:
         yield
     except errors as error:
-        reason = str(error).partition("\nException raised from")[0]  # without the stack of C++
+        reason = str(error).partition("\nException raised from")[0] or type(error).__name__  # without the stack of C++
         fail(f"{what} ({textwrap.shorten(reason, 300)}); {advice}")
 
 

@@ -57,6 +57,8 @@ def parse_args():
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else cpu")
     args = parser.parse_args()
     for name, value in vars(args).items():
+        if value == "":
+            parser.error(f"--{name.replace('_', '-')} is empty; name a file or a folder, or leave it out")
         least = 0 if name in ("lr", "clip_grad", "workers", "seed", "local_rank") else 1
         most = {"image_size": 2048, "workers": 256, "nproc": 256}.get(name, 2**31 - 1)
         if type(value) in (int, float) and not least <= value <= most:
@@ -84,7 +86,7 @@ def save(state, path, temporary):
         print(f"{path} is not saved ({reason}) and training goes on; make room or mend the folder", flush=True)
     finally:
         with contextlib.suppress(OSError):
-            for left in temporary.parent.glob("*.part"):  # of a run that was killed, too
+            for left in temporary.parent.glob("[0-9]*.part"):  # of a run that was killed, too
                 left.unlink()
             temporary.parent.rmdir()  # which leaves alone what somebody else has put there
 
@@ -161,13 +163,15 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, one_cycle)
     epochs_done, best, changed = 0, 0.0, ""
     kind = dict(arch=args.arch, image_size=args.image_size, batch_size=args.batch_size, lr=lr)
-    manner = dict(world_size=world_size, precision=precision)  # this may change from run to run
-    if args.checkpoint and os.path.exists(args.checkpoint):
+    manner = dict(world_size=world_size, precision=precision)  # these may change from run to run
+    manner |= {name: getattr(args, name) for name in ("epochs", "seed", "limit", "synthetic", "clip_grad")}
+    path = args.checkpoint and Path(os.path.realpath(args.checkpoint))  # a link stays one
+    if path and os.path.exists(path):
         advice = "give its run's flags or another FILE"
         with common.fail_on(Exception, f"cannot resume from {args.checkpoint}", advice):  # broken files raise anything
-            if not os.path.isfile(args.checkpoint):
+            if not os.path.isfile(path):
                 raise ValueError("it is no file")
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)
             if differs := [f"--{k.replace('_', '-')} {saved.get(k)}" for k in kind if saved.get(k) != kind[k]]:
                 raise ValueError(f"it has {' '.join(differs)}")
             if saved["epoch"] > args.epochs or saved["scheduler"]["last_epoch"] != saved["epoch"] * steps:
@@ -177,9 +181,10 @@ def train(args):
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(device)
             scheduler.load_state_dict(saved["scheduler"])
             epochs_done, best, metrics = saved["epoch"], saved["best"], saved["metrics"]
-            changed = "".join(f"; {k} was {saved[k]}, is {manner[k]}" for k in manner if saved[k] != manner[k])
-    for loader in train_loader, test_loader:  # fork their workers now: beside busy threads a fork hangs at times
-        iter(loader)
+            changed = "".join(f"; {k} was {saved.get(k)}, is {v}" for k, v in manner.items() if saved.get(k) != v)
+    with common.fail_on(OSError, "the data-loading processes cannot start", "give fewer --workers or see ulimit -n"):
+        for loader in train_loader, test_loader:  # fork now: beside busy threads a fork hangs at times
+            iter(loader)
     # [DP 4/7] The wrapper copies net to every GPU in each forward pass and adds up their gradients in backward().
     # BatchNorm's statistics are those of the first GPU's piece, and validation runs on that GPU alone.
     model = DataParallel(net) if gpus > 1 else net
@@ -336,8 +341,7 @@ def train(args):
 
         # ---------------------------------------------------------------------------------------------- Save
         # [DP 7/7] net is written rather than model: no "module." before the names of the weights.
-        if args.checkpoint and rank == 0:
-            path = Path(os.path.realpath(args.checkpoint))  # a link stays one
+        if path and rank == 0:
             temporary = Path(f"{path}.tmp", f"{os.getpid()}.part")  # a second run with this FILE writes another
             if val_accuracy > best:
                 best = val_accuracy

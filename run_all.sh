@@ -6,7 +6,8 @@
 #   bash run_all.sh test [flags of pytest]                 install what the tests need, and run them
 #
 # Each run keeps its logs and its table (Markdown) in a folder of its own under logs/. The exit code is 1 when a
-# recipe failed. PYTHON names the Python to use (default: python3).
+# recipe failed. PYTHON names the Python to use (default: python3). Paths count from the folder of this script.
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # as after: sh run_all.sh
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 1
 
@@ -38,7 +39,7 @@ run() {
   shift
   say '' "== $name: $*"
   : >"$logs/$name.log"
-  "$@" >>"$logs/$name.log" 2>&1 &
+  setsid "$@" >>"$logs/$name.log" 2>&1 & # out of reach of a SIGHUP, by which torchrun would end in spite of nohup
   running=$!
   tail -n +1 -s 0.2 -f --pid="$running" "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2 &
   wait "$running" # in the background, so that a signal is heard at once
@@ -110,8 +111,9 @@ main() {
     import sys, torch, dp_train
     sys.argv[0] = "run_all.sh"
     args = dp_train.parse_args()
-    if args.checkpoint or args.tensorboard or args.profile:
-        dp_train.common.fail("--checkpoint, --tensorboard and --profile are for one recipe; give them to its script")
+    if args.checkpoint or args.tensorboard or args.profile or args.precision:
+        flags = "--checkpoint, --tensorboard, --profile and --precision"
+        dp_train.common.fail(f"{flags} are not for all recipes; give them to one script")
     import apex_amp_train
     apex = apex_amp_train.why_not_apex(args.device) is None
     print(torch.cuda.device_count() if args.device == "cuda" else 0, apex, args.synthetic, args.data_dir)' "$@") || exit 2

@@ -259,7 +259,7 @@ def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path):
     path = tmp_path / "run.pt"
     path.symlink_to("real/net.pt")  # stays a link
     (tmp_path / "real" / "net.pt.tmp").mkdir()  # as is what somebody else has put here
-    (tmp_path / "real" / "net.pt.tmp" / "keep").write_text("mine")
+    (tmp_path / "real" / "net.pt.tmp" / "keep.part").write_text("mine")
     flags, log = [*FEW, "--epochs", "9", "--checkpoint", str(path)], tmp_path / "log"
     runs = [process for _ in range(3) for process in processes(ROOT / "dp_train.py", flags, log, nproc=1)]
     while any(process.is_alive() for process in runs):
@@ -269,7 +269,16 @@ def test_two_runs_with_the_same_checkpoint_leave_a_whole_one(tmp_path):
     assert torch.load(path, weights_only=True)["epoch"] == 9
     assert path.is_symlink() and not list(tmp_path.glob("*.tmp"))
     assert sorted(file.name for file in (tmp_path / "real").iterdir()) == ["net.best.pt", "net.pt", "net.pt.tmp"]
-    assert [file.name for file in (tmp_path / "real" / "net.pt.tmp").iterdir()] == ["keep"]
+    assert [file.name for file in (tmp_path / "real" / "net.pt.tmp").iterdir()] == ["keep.part"]
+
+
+@pytest.mark.parametrize("script", ["dp_train", "ddp_spawn_train"])
+def test_too_few_open_files_are_one_sentence(script):
+    arguments = command(script, *FEW, "--epochs", "1", "--workers", "64")
+    finished = run(["bash", "-c", 'ulimit -n 100 && exec "$@"', "bash", *arguments], timeout=90)
+    assert finished.returncode == 2, finished.stderr
+    said = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}.py: ")]
+    assert len(said) == 1 and "Too many open files" in said[0] and "give fewer --workers" in said[0], finished.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -325,6 +334,8 @@ def test_a_run_on_one_machine_listens_on_loopback_alone(script, start):
 def test_a_resumed_run_may_have_another_number_of_processes_and_says_so(tmp_path):
     flags = [*FEW, "--checkpoint", str(tmp_path / "run.pt"), "--epochs"]
     result(run(command("ddp_launch_train", *flags, "1")))
-    finished = run(command("ddp_launch_train", *flags, "2", "--precision", "bf16", nproc=3))
+    flags[-2] += "/"  # the same file
+    finished = run(command("ddp_launch_train", *flags, "2", "--precision", "bf16", "--seed", "7", nproc=3))
     assert result(finished)["world_size"] == 3
-    assert "1 done, 1 to come of 2 steps; world_size was 2, is 3; precision was fp32, is bf16\n" in finished.stdout
+    changes = "world_size was 2, is 3; precision was fp32, is bf16; epochs was 1, is 2; seed was 21, is 7"
+    assert f"1 done, 1 to come of 2 steps; {changes}\n" in finished.stdout

@@ -52,6 +52,8 @@ CASES |= {
     "profile of five steps": ("dp_train", ["--profile", "{tmp}/trace"], "needs 8 steps or more to come; give more"),
     "profile": ("ddp_launch_train", ["--profile", "{tmp}/no/trace", "--epochs", "2"], "name a file that can be"),
     "profile device": ("dp_train", ["--profile", "{tmp}/pipe", "--epochs", "2"], "is no file and stays as it is"),
+    "checkpoint without a name": ("ddp_launch_train", ["--checkpoint", ""], "--checkpoint is empty; name a file"),
+    "checkpoint of no bytes": ("dp_train", ["--checkpoint", "{tmp}/empty.pt"], "empty.pt (EOFError); give"),
     "checkpoint pipe": ("ddp_launch_train", ["--checkpoint", "{tmp}/pipe"], "(it is no file); give its"),
     "torchrun dp": ("dp_train", [], "start it with: python", dict(WORLD_SIZE="2", RANK="0")),
     "torchrun spawn": ("ddp_spawn_train", [], "start it with: python", dict(WORLD_SIZE="2", RANK="0")),
@@ -108,6 +110,7 @@ def broken(tmp_path_factory):
     weights = top / "hub" / "checkpoints" / torchvision.models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
     weights.parent.mkdir(parents=True)
     weights.write_bytes((top / "cut.pt").read_bytes())
+    (top / "empty.pt").touch()
     (top / "archive").mkdir()
     (top / "archive" / "cifar-10-python.tar.gz").write_bytes(b"\x1f\x8b")
     (top / "tampered" / "cifar-10-batches-py").mkdir(parents=True)
