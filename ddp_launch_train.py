@@ -57,7 +57,7 @@ def parse_args():
     add("--log-every", metavar="N", type=int, default=20, help="steps between two printed lines (default: 20)")
     add("--checkpoint", metavar="FILE", help="resume from FILE if it is there; write it after every epoch")
     add("--tensorboard", metavar="DIR", help="write loss, learning rate, accuracy and images/s for TensorBoard")
-    add("--profile", metavar="FILE", help="write a trace of three training steps, to open in ui.perfetto.dev")
+    add("--profile", metavar="FILE.json", help="write a trace of three training steps, to open in ui.perfetto.dev")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is a GPU, else cpu")
     add("--sync-bn", action="store_true", help="BatchNorm over the whole batch, not over each process's share")
     add("--timeout", metavar="SECONDS", type=int, default=600, help="until a process that hangs ends the run")
@@ -233,8 +233,8 @@ def train(args):
     if args.profile and rank == 0:
         if (args.epochs - epochs_done) * steps < 8:
             common.fail("--profile needs 8 steps or more to come; give more --epochs or a smaller --batch-size")
-        if os.path.exists(args.profile) and not os.path.isfile(args.profile):
-            common.fail(f"--profile {args.profile} is no file and stays as it is; name a file that can be written")
+        if not args.profile.endswith((".json", ".json.gz")):  # so no checkpoint is overwritten by mistake
+            common.fail(f"--profile {args.profile} does not end in .json or .json.gz; name a file that does")
         with common.fail_on(OSError, f"no --profile {args.profile}", "name a file that can be written"):
             open(args.profile, "a").close()
 
