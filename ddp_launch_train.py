@@ -192,7 +192,7 @@ def train(args):
             iter(loader)
     # [DDP 6/14] Join the other processes only now, with all files at hand: no collective waits for a download.
     backend = "nccl" if cuda else "gloo"
-    store = dist.HashStore() if world_size == 1 else None  # alone, nothing listens; else torchrun's
+    store = dist.HashStore() if world_size == 1 else None  # alone it needs no port; else torchrun's
     if world_size == local_world_size:  # on one machine nothing listens to the network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")

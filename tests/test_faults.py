@@ -195,7 +195,7 @@ def test_a_signal_ends_every_process_within_ten_seconds(script, number, code, st
 
 
 def test_a_signal_to_the_data_loading_processes_too_is_one_sentence(tmp_path, start):
-    # As timeout and scancel send it; the main process hears of its own and of their end at once.
+    # As timeout sends it; the main process hears of its own and of their end at once.
     line = "            scheduler.step()\n"
     busy = "            if epoch == 2 and step == 1: print('busy', flush=True), sum(range(10**8))\n"
     folder = edited(tmp_path / "edited", "dp_train", (line, line + busy))
