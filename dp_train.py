@@ -2,9 +2,9 @@
 
     python dp_train.py
 
-In every step, nn.DataParallel copies the network to all GPUs, gives each of them its share of the batch, and adds up
-the gradients on the first GPU. With one GPU (CUDA_VISIBLE_DEVICES=0), this is a plain program for one GPU.
-DistributedDataParallel is faster and has none of the traps in the comments [DP 1/4] to [DP 4/4]: ddp_launch_train.py
+In every step, DataParallel copies the network to all GPUs, gives each of them its share of the batch, and adds up
+their gradients on the first GPU. DistributedDataParallel (ddp_launch_train.py) is faster; prefer it.
+On a single GPU, this is an ordinary program. The comments [DP 1/4] to [DP 4/4] mark what DataParallel adds to it.
 """
 
 import argparse
@@ -22,16 +22,20 @@ import common
 
 
 def main(args):
-    # [DP 1/4] One process uses all visible GPUs. Batches, outputs and the optimizer are on the first one.
+    # [DP 1/4] One process uses all visible GPUs, so it is rank 0 of 1. Inputs, outputs and optimizer are on GPU 0.
+    rank, local_rank, world_size = 0, 0, 1
     cuda = args.device == "cuda"
-    device = torch.device(args.device)
-    gpus = torch.cuda.device_count() if cuda else 0
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
+
     train_set, test_set = load_data(args)
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
-    loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    loading["multiprocessing_context"] = "fork" if args.workers else None  # "spawn" starts slowly in every epoch
+    loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
+    if args.workers:  # kept between epochs (3% faster); a data set that augments then differs after a resume
+        loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
 
@@ -40,16 +44,20 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
-    dp_net = DataParallel(net)
-    if args.compile:
-        dp_net = torch.compile(net, mode="reduce-overhead")
 
-    print(f"{gpus} GPUs, {args.arch}, {args.precision}, {epochs_done} of {args.epochs} epochs done")
-    print(f"rank 0: process {os.getpid()} on {device}", flush=True)
+    # [DP 2/4] Wrap the network. BatchNorm keeps the statistics of GPU 0's share alone. `net` remains the network
+    # inside the wrapper, and validation calls it directly, on GPU 0.
+    gpus = torch.cuda.device_count() if cuda else 0
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net
+    if args.compile:
+        model = torch.compile(model, mode="reduce-overhead")
+
+    print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
+    print(f"rank {rank}: process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        common.seed_everything(args.seed, epoch)
-        train_sums, seconds = train_epoch(args, epoch, train_loader, dp_net, optimizer, scheduler)
+        common.seed_everything(args.seed, epoch, rank)
+        train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
         val_sums = validate(args, test_loader, net)
         best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -59,20 +67,29 @@ def main(args):
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 4/4] Save `net`: in `dp_net`, the names of weights begin with "module."
-        if args.checkpoint:
+        # [DP 3/4] Save `net`: in `model`, the names of weights begin with "module."
+        if args.checkpoint and rank == 0:
             if metrics["val_accuracy"] > best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args), gpus=gpus, world_size=1)
+    result = dict(script=os.path.basename(__file__), **vars(args), gpus=gpus, world_size=world_size)
     print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
     for gpu in range(gpus):
-        print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+        print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
-class DataParallel(nn.DataParallel):
-    pass
+class DataParallelWithoutThreads(nn.DataParallel):
+    """nn.DataParallel, but it calls the copies of the network one after the other, not each in a new thread."""
+
+    def parallel_apply(self, replicas, inputs, kwargs):
+        # [DP 4/4] In new threads, autocast loses its dtype (bf16 becomes float16), and cudnn.benchmark tries all
+        # algorithms again in each step. The GPUs work in parallel anyway: a call returns before its GPU is done.
+        outputs = []
+        for gpu, replica, args, keywords in zip(self.device_ids, replicas, inputs, kwargs, strict=False):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*args, **keywords))
+        return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -128,25 +145,25 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, epoch, loader, dp_net, optimizer, scheduler):
+def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
-    dp_net.train()
-    device = next(dp_net.parameters()).device
+    model.train()
+    device = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, dp_net, images, labels, augment=True)
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
         loss.backward()
         if args.clip_grad:
-            nn.utils.clip_grad_norm_(dp_net.parameters(), args.clip_grad)
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
-            print(f"epoch {epoch} step {step}/{len(loader)} loss {loss.item():.5g}", flush=True)
+            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
     sums.tolist()  # wait for the GPU before reading the clock
     return sums, time.perf_counter() - start
 
@@ -164,20 +181,19 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 def load_checkpoint(args, stateful):
     """Load the checkpoint, if there is one, into `stateful`. Return (epochs done, metrics of the last one)."""
-    if not args.checkpoint or not os.path.exists(args.checkpoint):
-        return 0, {}
-    try:
-        saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-        flags = saved["flags"]
-    except Exception as error:  # a damaged file can raise anything
-        raise SystemExit(f"{args.checkpoint} is no checkpoint of this script ({type(error).__name__})") from None
-    free = "data_dir precision compile workers log_every checkpoint device"
-    fixed = {name: value for name, value in flags.items() if name not in free.split()}
-    if differs := {name: value for name, value in fixed.items() if value != getattr(args, name, None)}:
-        raise SystemExit(f"{args.checkpoint} was written with other flags: {differs}")
-    for name, part in stateful.items():
-        part.load_state_dict(saved[name])
-    return saved["epoch"], saved["metrics"]
+    epochs_done, metrics = 0, {}
+    if args.checkpoint and os.path.exists(args.checkpoint):
+        try:
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
+        except Exception as error:  # a damaged file can raise anything
+            raise SystemExit(f"{args.checkpoint} is not a checkpoint ({type(error).__name__})") from None
+        free = "data_dir precision compile workers log_every checkpoint timeout device local_rank nproc".split()
+        if other := {k: v for k, v in flags.items() if k not in free and v != getattr(args, k, None)}:
+            raise SystemExit(f"{args.checkpoint} was written with other flags: {other}")
+        for name, part in stateful.items():
+            part.load_state_dict(saved[name])
+    return epochs_done, metrics
 
 
 def parse_args(argv=None):
@@ -213,8 +229,10 @@ def parse_args(argv=None):
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU is visible; use --device cpu")
-    bf16 = args.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+        parser.error("there is no GPU; use --device cpu")
+    if args.compile and torch.cuda.device_count() > 1:
+        parser.error("--compile does not work with DataParallel; use one GPU or ddp_launch_train.py")
+    bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args
 
