@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other processes
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
 
 import pytest
 import torch
@@ -60,32 +61,25 @@ def command(script, *flags, nproc=2, folder=ROOT):
         return [sys.executable, path, *flags, "--nproc", str(nproc)]
     if script == "dp_train":
         return [sys.executable, path, *flags]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", path, *flags]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+        path,
+        *flags,
+    ]
 
 
 # A process forked from one that has imported PyTorch starts in no time.
 fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload(["torch", "torchvision", "torch.distributed.run", "tqdm", "numpy", "conftest"])
-
-
-def as_if_spawned(rank, function, *args):
-    """Be a process by "spawn" in one by "fork": without what the script's own process has set."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    function(rank, *args)
+fork.set_forkserver_preload(["torch", "torchvision", "torch.distributed.run", "numpy", "conftest"])
 
 
 def spawn_by_fork(function, args, nprocs):
     """Do what torch.multiprocessing.spawn() does, with processes that start in no time."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # or one may come before a process is as if spawned
-    try:
-        started = torch.multiprocessing.start_processes(
-            as_if_spawned, (function, *args), nprocs, join=False, start_method="fork"
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    while not started.join():
-        pass
+    torch.multiprocessing.start_processes(function, args, nprocs, start_method="fork")
 
 
 def be_python(path, flags, nproc, env, cwd, out, err):
@@ -100,7 +94,7 @@ def be_python(path, flags, nproc, env, cwd, out, err):
     if nproc:
         with socket.create_server(("127.0.0.1", 0)) as server:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.getsockname()[1]))
-        os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc), OMP_NUM_THREADS="1")
+        os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
         pids, worst = set(), 0
         for rank in range(nproc):
             if pid := os.fork():
@@ -138,7 +132,9 @@ def run(arguments, cwd=None, timeout=300, real=False, **env):
         return subprocess.run(arguments, cwd=cwd, timeout=timeout, env=env, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = fork.Process(target=be_python, args=(words[0], words[1:], nproc, env, cwd or os.getcwd(), out, err))
+        process = fork.Process(
+            target=be_python, args=(words[0], words[1:], nproc, env, cwd or os.getcwd(), out, err)
+        )
         process.start()
         process.join(timeout)
         late = process.is_alive()
@@ -155,6 +151,13 @@ def result(finished):
     lines = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == 1, finished.stdout
     return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def process_ids(log):
+    """Return the process ids that a run printed last, by rank."""
+    return list(
+        dict(sorted((int(rank), int(pid)) for rank, pid in re.findall(r"rank (\d+): process (\d+)", log))).values()
+    )
 
 
 def alive(pid):
@@ -190,8 +193,10 @@ class Running:
             time.sleep(0.02)
         raise AssertionError(f"no {pattern} in {self.log.read_text()}")
 
-    def pids(self):
-        return [int(pid) for pid in self.wait_for(r"process ids \[(.*)\]")[1].split(", ")]
+    def pids(self, count=2):
+        """Wait until each of the processes has said its process id; return them by rank."""
+        self.wait_for(rf"(?s)(rank \d+: process \d+.*){{{count}}}")
+        return process_ids(self.log.read_text())
 
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
@@ -223,7 +228,6 @@ def first_runs(tmp_path_factory):
             top = tmp_path_factory.mktemp(script)
             folder = copy_recipe(top / "project with a space", script)
             flags = [*SMALL, "--epochs", "3", "--device", "cpu", "--checkpoint", str(top / "run.pt")]
-            flags += ["--tensorboard", str(top / "scalars"), "--profile", str(top / "trace.json")]
             if script == "apex_amp_train":  # most CPUs compute float16 very slowly
                 flags += ["--image-size", "4"]
             done[script] = run(command(script, *flags, folder=folder), cwd=top, real=True), top
