@@ -61,15 +61,8 @@ def command(script, *flags, nproc=2, folder=ROOT):
         return [sys.executable, path, *flags, "--nproc", str(nproc)]
     if script == "dp_train":
         return [sys.executable, path, *flags]
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={nproc}",
-        path,
-        *flags,
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return [sys.executable, *launcher, path, *flags]
 
 
 # A process forked from one that has imported PyTorch starts in no time.
@@ -120,8 +113,8 @@ def be_python(path, flags, nproc, env, cwd, out, err):
 def run(arguments, cwd=None, timeout=300, real=False, **env):
     """Run a command without a network (every download ends at a closed port) and return what it printed.
 
-    Scripts start from a Python that has PyTorch loaded, and several processes without torchrun and by "fork" rather
-    than "spawn", which saves most of a test's time; `real` starts the command as it is.
+    Scripts start from a Python that has PyTorch loaded, and several processes without torchrun and by "fork", not
+    "spawn", which saves most of a test's time. `real` starts the command as it is.
     """
     env = {**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", **env}
     nproc, words = 0, arguments[1:]
@@ -155,9 +148,8 @@ def result(finished):
 
 def process_ids(log):
     """Return the process ids that a run printed last, by rank."""
-    return list(
-        dict(sorted((int(rank), int(pid)) for rank, pid in re.findall(r"rank (\d+): process (\d+)", log))).values()
-    )
+    found = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+): process (\d+)", log)}
+    return [found[rank] for rank in sorted(found)]
 
 
 def alive(pid):
