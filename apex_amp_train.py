@@ -77,7 +77,6 @@ def main(args):
         model = apex.parallel.DistributedDataParallel(net)
     else:
         model = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # [DDP 7/8] does it once per epoch; in every step it costs 4%
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -112,7 +111,8 @@ def main(args):
 
     result = dict(script=os.path.basename(__file__), **vars(args), gpus=cuda * world_size, world_size=world_size)
     print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
-    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
+    if cuda:
+        print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
 
@@ -219,8 +219,7 @@ def compute_loss(args, net, images, labels, augment):
     """Return the mean loss of a batch and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     # [AMP 7/7] In O1, autocast runs every operation in float16 where that is safe. Apex needs no autocast.
-    by_torch = args.opt_level == "O1" and args.backend == "torch"
-    with torch.autocast(images.device.type, torch.float16, enabled=by_torch):
+    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
         outputs = net(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 

@@ -115,7 +115,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, net, images, labels, augment):
     """Return the mean loss of a batch and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = net(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 

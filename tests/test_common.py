@@ -1,207 +1,150 @@
 """common.py: the data, the transform, the network, printing and seeding."""
 
 import builtins
-import contextlib
 import hashlib
 import http.server
-import io
-import json
+import itertools
 import pickle
-import subprocess
+import random
+import re
+import shutil
 import sys
-import tarfile
 import threading
 import time
+import traceback
 
 import numpy as np
-import pytest
 import torch
-import torchvision
-from conftest import ROOT
-
-import common
-
-# Loads CIFAR-10 as the recipes do, but from the address, and with the md5 sums, that the test gives.
-LOAD = """
-import json, sys
-import common
+from conftest import SMALL, command, edited, fork, result, run
 from torchvision.datasets import CIFAR10
-given = json.load(open(sys.argv[1]))
-CIFAR10.url, CIFAR10.tgz_md5 = given["url"], given["tgz_md5"]
-CIFAR10.train_list = [[name, given["md5"][name]] for name, _ in CIFAR10.train_list]
-CIFAR10.test_list = [[name, given["md5"][name]] for name, _ in CIFAR10.test_list]
-CIFAR10.meta = dict(CIFAR10.meta, md5=given["md5"]["batches.meta"])
-train, test = common.load_cifar10(sys.argv[2], limit=30)
-assert train.tensors[1].tolist() == [i % 10 for i in range(20)] + list(range(10))
-print("LOADED", len(train), len(test), int(train.tensors[0].sum()))
-"""
+
+import common
 
 
-def archive():
-    """Return a CIFAR-10 archive of 20 images a file, and the md5 of each of its files."""
-    generator = np.random.default_rng(0)
-    names = [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"]
-    contents = {}
-    for name in names:
-        images = generator.integers(0, 256, (20, 3072), dtype=np.uint8)
-        contents[name] = pickle.dumps({"data": images, "labels": [i % 10 for i in range(20)]})
-    contents["batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")})
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as tar:
-        for name, content in contents.items():
-            member = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return file.getvalue(), {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
+def load(url, md5, folder):
+    """Load CIFAR-10 as the recipes do, but from another address and with other md5 sums."""
+    CIFAR10.url, CIFAR10.tgz_md5, CIFAR10.meta["md5"] = url, md5["archive.tar.gz"], md5["batches.meta"]
+    for file in CIFAR10.train_list + CIFAR10.test_list:
+        file[1] = md5[file[0]]
+    try:
+        train, test = common.load_cifar10(folder, limit=30)
+    except SystemExit as error:
+        return error.code
+    return [train.tensors[1].tolist(), test.tensors[1].tolist(), int(train.tensors[0].sum())]
 
 
-@pytest.fixture
-def server(tmp_path):
-    """Serve an archive on loopback, slowly enough for processes to overlap, and count who fetches it."""
-    content, sums = archive()
-    gets = []
+def test_cifar10_is_downloaded_once_and_checked(tmp_path, monkeypatch):
+    files, archive = tmp_path / "server" / "cifar-10-batches-py", tmp_path / "archive.tar.gz"
+    files.mkdir(parents=True)
+    for name, *_ in [*CIFAR10.train_list, *CIFAR10.test_list, ["batches.meta"]]:
+        images, labels = np.random.randint(0, 256, (20, 3072), np.uint8), [*range(10)] * 2
+        (files / name).write_bytes(pickle.dumps(dict(data=images, labels=labels, label_names=[])))
+    shutil.make_archive(tmp_path / "archive", "gztar", files.parent)
+    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in [archive, *files.iterdir()]}
+    asked = []
+    monkeypatch.chdir(tmp_path)  # serve this folder
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            gets.append(self.path)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(served[0])))
-            self.end_headers()
-            half = len(served[0]) // 2
-            with contextlib.suppress(ConnectionError):
-                self.wfile.write(served[0][:half])
-                self.wfile.flush()
-                time.sleep(2)
-                self.wfile.write(served[0][half:])
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):  # called in each request
+            asked.append(self.path)
+            time.sleep(len(asked) == 1)  # meanwhile, the other processes need it too
 
-        def log_message(self, *args):
-            pass
-
-    served = [content]
-    http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http_server.serve_forever, daemon=True).start()
-    given = dict(url=f"http://127.0.0.1:{http_server.server_port}/cifar-10-python.tar.gz", md5=sums)
-    given["tgz_md5"] = hashlib.md5(content).hexdigest()
-    yield given, served, gets
-    http_server.shutdown()
-
-
-def load(given, folder, tmp_path, count):
-    (tmp_path / "given.json").write_text(json.dumps(given))
-    arguments = [sys.executable, "-c", LOAD, str(tmp_path / "given.json"), str(folder)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    processes = [subprocess.Popen(arguments, **pipes) for _ in range(count)]
-    return [(process, *process.communicate(timeout=120)) for process in processes]
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url, folder = f"http://127.0.0.1:{server.server_port}/archive.tar.gz", tmp_path / "new" / "data"
+    with fork.Pool(4) as pool:
+        loaded = pool.starmap(load, [(url, md5, folder)] * 4, chunksize=1)
+        assert loaded == [[labels + labels[:10], labels, loaded[0][2]]] * 4  # there are only 20 test images
+        assert len(asked) == 2  # torchvision asks twice for one download: where it is, and for it
+        batch = folder / "cifar-10-batches-py" / "data_batch_1"
+        batch.write_bytes(batch.read_bytes()[:-1])
+        assert pool.apply(load, (url, md5, folder)) == loaded[0] and len(asked) == 2  # mended from the archive
+        archive.write_bytes(archive.read_bytes() + b"more")
+        said = pool.apply(load, (url, md5, tmp_path / "other"))
+    assert said.startswith("cannot find or download CIFAR-10 (File not found or corrupted.); put cifar-10-python.")
+    assert not (tmp_path / "other" / "cifar-10-batches-py").exists()
 
 
-def test_four_processes_at_once_download_once(server, tmp_path):
-    given, _, gets = server
-    ended = load(given, tmp_path / "new" / "data", tmp_path, 4)
-    assert [process.returncode for process, _, _ in ended] == [0] * 4, ended
-    outputs = {out for _, out, _ in ended}
-    assert len(outputs) == 1 and outputs.pop().startswith("LOADED 30 20 ")
-    assert len(gets) == 2  # torchvision asks twice for one download: for where it is, and for it
-
-
-def test_a_corrupted_archive_is_refused(server, tmp_path):
-    given, served, _ = server
-    served[0] = served[0][:-100] + bytes(100)
-    [(process, out, err)] = load(given, tmp_path / "data", tmp_path, 1)
-    assert process.returncode == 2 and "LOADED" not in out
-    assert "could not be downloaded" in err and "--synthetic" in err and "Traceback" not in err
-    assert not (tmp_path / "data" / "cifar-10-batches-py").exists()
-
-
-def test_a_damaged_file_is_mended_from_the_archive(server, tmp_path):
-    given, _, gets = server
-    load(given, tmp_path / "data", tmp_path, 1)
-    batch = tmp_path / "data" / "cifar-10-batches-py" / "data_batch_3"
-    batch.write_bytes(batch.read_bytes()[:-1])
-    [(process, out, err)] = load(given, tmp_path / "data", tmp_path, 1)
-    assert process.returncode == 0 and out.startswith("LOADED"), err
-    assert len(gets) == 2  # as before: the archive is still there, and whole
-
-
-def test_synthetic_images_are_the_same_for_the_same_seed_and_can_be_told_apart():
-    (train, test), (again, _), (other, _) = (common.synthetic_cifar10(seed, 200) for seed in (1, 1, 2))
+def test_synthetic_images_are_always_the_same_and_their_classes_can_be_told_apart():
+    (train, test), (again, _) = (common.load_cifar10("none", 200, synthetic=True) for _ in range(2))
     images, labels = train.tensors
     assert images.shape == (200, 32, 32, 3) and images.dtype == torch.uint8 and labels.dtype == torch.int64
-    assert torch.equal(images, again.tensors[0]) and not torch.equal(images, other.tensors[0])
+    assert torch.equal(images, again.tensors[0]) and not torch.equal(images, test.tensors[0])
     means = torch.stack([images[labels == k].float().mean(0) for k in range(10)])
     distances = (test.tensors[0].float()[:, None] - means).flatten(2).norm(dim=2)
     assert (distances.argmin(1) == test.tensors[1]).float().mean() > 0.9
 
 
-def test_without_training_the_transform_only_normalises():
-    images = torch.randint(256, (5, 32, 32, 3), dtype=torch.uint8)
-    out = common.BatchTransform(32)(images, train=False)
-    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
-    expected = ((images / 255 - mean) / std).permute(0, 3, 1, 2)
-    torch.testing.assert_close(out, expected)
-    assert out.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_in_training_each_image_has_its_own_crop_and_flip():
-    # The same picture 500 times, its pixels numbered: every copy must be one of the 81 crops, or its mirror image.
-    rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
-    picture = torch.stack([rows, columns, torch.zeros_like(rows)], 2).to(torch.uint8)
-    transform = common.BatchTransform(32)
+def test_prepare_normalises_resizes_and_shifts_and_flips_each_image_on_its_own():
+    # The same picture 500 times; its pixels hold their row and column. Each result must be one of 162 pictures.
+    picture = np.stack(np.meshgrid(np.arange(20), np.arange(40), [0], indexing="ij"), 3)[:, :, 0].astype(np.uint8)
+    padded = np.pad(picture, ((4, 4), (4, 4), (0, 0)), mode="reflect")
+    shifts = itertools.product(range(9), range(9), (1, -1))
+    possible = {padded[y : y + 20, x : x + 40][:, ::flip].tobytes() for y, x, flip in shifts}
+    images = torch.from_numpy(picture).expand(500, 20, 40, 3)
     torch.manual_seed(0)
-    out = transform(picture.expand(500, 32, 32, 3), train=True)
-    out = (out.permute(0, 2, 3, 1) * transform.std.flatten() + transform.mean.flatten()).round().long()
-    seen = set()
-    padded = np.pad(np.arange(32), 4, mode="reflect")
-    for image in out:
-        down, right = image[:, 0, 0].numpy(), image[0, :, 1].numpy()
-        assert (image[:, :, 0] == image[:, :1, 0]).all() and (image[:, :, 1] == image[:1, :, 1]).all()
-        dy = [d for d in range(9) if (padded[d : d + 32] == down).all()]
-        dx = [(d, f) for d in range(9) for f in (1, -1) if (padded[d : d + 32][::f] == right).all()]
-        assert len(dy) == len(dx) == 1
-        seen.add((dy[0], *dx[0]))
-    assert len(seen) > 140  # of 162
-
-
-@pytest.mark.parametrize("size", [16, 64, 224])
-def test_images_are_resized(size):
-    images = torch.randint(256, (2, 32, 32, 3), dtype=torch.uint8)
-    assert common.BatchTransform(size, pretrained=True)(images, train=True).shape == (2, 3, size, size)
-
-
-@pytest.mark.parametrize(("size", "stem"), [(32, (3, 3)), (64, (3, 3)), (65, (7, 7))])
-def test_the_stem_follows_the_image_size(size, stem):
-    net = common.build_resnet("resnet18", size)
-    assert net.conv1.kernel_size == stem and net.fc.out_features == 10
-    assert net(torch.zeros(2, 3, size, size)).shape == (2, 10)
-    assert isinstance(net, torchvision.models.ResNet)
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
-def test_the_last_layer_starts_with_short_features(arch):
+    shifted = common.shift_and_flip(images)
+    seen = {image.numpy().tobytes() for image in shifted}
+    assert len(possible) == 162 and seen <= possible and len(seen) > 140
     torch.manual_seed(0)
-    net, features = common.build_resnet(arch, 32), []
-    net.fc.register_forward_pre_hook(lambda module, inputs: features.append(inputs[0]))
-    with torch.no_grad():
-        net(torch.randn(8, 3, 32, 32))
-    assert features[0].mean(0).square().sum() < 20  # of ResNet-50 it was 297: the first steps threw the last layer off
+    augmented = common.prepare(images, 32, augment=True)
+    assert augmented.shape == (500, 3, 32, 32) and torch.equal(augmented, common.prepare(shifted, 32))
+    square, (mean, std) = images[:, :, :20], torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]])
+    torch.testing.assert_close(common.prepare(square, 20), ((square / 255 - mean) / std).permute(0, 3, 1, 2))
 
 
-def test_print_is_for_the_main_process(capsys):
-    try:
-        common.setup_for_distributed(False)
-        print("suppressed")
-        print("forced", force=True)
-        common.setup_for_distributed(True)
-        print("spoken", "twice", sep="-")
-    finally:
-        builtins.print = common._print
-        common._is_master = True
-    assert capsys.readouterr().out == "forced\nspoken-twice\n"
+def test_the_first_layers_follow_the_image_size():
+    for size, kernel in (64, 3), (65, 7):
+        net = common.build_resnet("resnet18", size)
+        assert net.conv1.kernel_size == (kernel, kernel) and net(torch.zeros(2, 3, size, size)).shape == (2, 10)
+        assert net.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_with_freeze_backbone_only_the_last_layer_trains(tmp_path):
+    net, images = common.build_resnet("resnet18", 32, freeze_backbone=True), torch.randn(4, 3, 32, 32)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    net(images).square().sum().backward()
+    torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.1).step()
+    assert {n for n, value in net.state_dict().items() if not value.equal(before[n])} == {"fc.weight", "fc.bias"}
+    torch.save(net.state_dict(), tmp_path / "run.pt.best")
+    normal = common.build_resnet("resnet18", 32)
+    normal.load_state_dict(torch.load(tmp_path / "run.pt.best", weights_only=True))
+    torch.testing.assert_close(normal.eval()(images), net.eval()(images), rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
+    monkeypatch.setattr(builtins, "print", print)  # put back at the end
+    common.setup_for_distributed(is_master=False)
+    print("silent")
+    print("silent", file=sys.stdout)
+    print("forced", "too", sep=", ", force=True)
+    traceback.print_exc()  # it calls print(..., file=sys.stderr)
+    assert capsys.readouterr() == ("forced, too\n", "NoneType: None\n")
 
 
 def test_seeds_differ_by_seed_epoch_and_rank():
     drawn = {}
-    for key in [(s, e, r) for s in (0, 1, 2) for e in (0, 1, 2) for r in (0, 1, 2)] * 2:
+    for key in [*itertools.product(range(3), repeat=3)] * 2:
         common.seed_everything(*key)
-        numbers = torch.rand(()).item(), np.random.rand(), torch.randint(10**9, ()).item()
-        assert drawn.setdefault(key, numbers) == numbers
-    assert len(set(drawn.values())) == len(drawn) == 27
+        for number in (random.random(), np.random.rand(), torch.rand(()).item()):
+            assert drawn.setdefault(number, key) == key
+    assert len(drawn) == 3 * 27
+
+
+def test_a_data_set_that_augments_draws_other_numbers_in_each_process_and_epoch(tmp_path):
+    augmenting = """
+    class Augmenting:  # its items are (tensor, int)
+        def __len__(self): return 12
+        def __getitem__(self, index):
+            import random, numpy
+            drawn = f"DRAWN {os.getpid()} {torch.rand(())} {numpy.random.rand()} {random.random()} "
+            print(drawn, force=True, flush=True)
+            return torch.full((8, 8, 3), index, dtype=torch.uint8), index % 10
+    return Augmenting(), Augmenting()
+    never_called("""
+    folder = edited(tmp_path / "project", "ddp_launch_train", ("return common.load_cifar10(", augmenting))
+    finished = run(command("ddp_launch_train", *SMALL, "--epochs=2", "--workers=1", "--device=cpu", folder=folder))
+    assert result(finished)["world_size"] == 2
+    columns = zip(*re.findall(r"DRAWN (\S+) (\S+) (\S+) (\S+)", finished.stdout), strict=True)
+    # Each of the two processes has one that loads for training, and one for validation. Each draws in 12 items.
+    assert [len(set(column)) for column in columns] == [4, 48, 48, 48]

@@ -1,9 +1,9 @@
-"""The files as a reader sees them: numbered comments, diffs between scripts, README's commands."""
+"""The files as a reader sees them: their size, the order of their parts, differences, and README's commands."""
 
+import ast
 import difflib
 import importlib
 import re
-import shlex
 import subprocess
 
 import pytest
@@ -11,101 +11,90 @@ from conftest import ROOT, SCRIPTS
 from torch.distributed.run import get_args_parser
 
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+TEXTS = {path.name: path.read_text() for path in [*ROOT.glob("*.py"), ROOT / "run_all.sh"]}
+TESTS = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+MOST_LINES = {"dp_train.py": 245, "ddp_launch_train.py": 265, "ddp_spawn_train.py": 275, "apex_amp_train.py": 375}
+MOST_LINES |= {"common.py": 120, "run_all.sh": 150, "all tests": 1400}
+MOST_CHANGES = {"dp to ddp_launch": 110, "ddp_launch to ddp_spawn": 45, "ddp_launch to apex_amp": 150}
+REPLACED = "load_data build_network build_optimizer compute_loss validate metrics_from".split()
+ORDER = ["main", *REPLACED, *"train_epoch save_atomically save_checkpoint load_checkpoint parse_args".split()]
+# The commands of README, and of the texts at the top of the scripts, that start a script.
+COMMANDS = [text.split('"""')[1] for name, text in TEXTS.items() if name.endswith(".py")]
+COMMANDS = "\n".join(COMMANDS + [block for kind, block in BLOCKS if kind == "bash"]).replace("\\\n", " ")
+START = r"(?m)^ *(?:[A-Z_]+=\S+ +)*((?:python|torchrun|bash) .*(?:_train\.py|run_all\.sh).*?) *(?: #.*)?$"
+COMMANDS = sorted(set(re.findall(START, COMMANDS)))
+
+
+def test_files_functions_and_lines_stay_short():
+    counts = {name: text.count("\n") for name, text in [*TEXTS.items(), ("all tests", "".join(TESTS.values()))]}
+    long = [(name, count) for name, count in counts.items() if count > MOST_LINES[name]]
+    for name, text in [*TEXTS.items(), *TESTS.items()]:
+        long += [(name, number) for number, line in enumerate(text.splitlines(), 1) if len(line) > 115]
+        tree = ast.walk(ast.parse(text if name.endswith(".py") else ""))
+        long += [f.name for f in tree if isinstance(f, ast.FunctionDef) and f.end_lineno - f.lineno >= 85]
+    assert not long
+
+
+@pytest.mark.xfail(strict=False, reason="README is being rewritten")
+def test_readme_stays_short():
+    assert README.count("\n") <= 260
+
+
+def test_two_scripts_differ_in_little_and_have_their_flags_in_the_same_order():
+    for names, most in MOST_CHANGES.items():
+        one, other = (TEXTS[f"{name}_train.py"] for name in names.split(" to "))
+        diff = difflib.unified_diff(one.splitlines(), other.splitlines(), n=0)
+        assert sum(bool(re.match(r"[+-](?![+-]{2} )", line)) for line in diff) <= most, names
+        one, other = (re.findall(r'add\("(--[a-z-]+)"', text) for text in (one, other))
+        assert [flag for flag in one if flag in other] == [flag for flag in other if flag in one] != []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_numbered_comments_have_no_gap(script):
-    text = (ROOT / f"{script}.py").read_text()
-    found = {}
-    for tag, number, of in re.findall(r"# \[(\w+) (\d+)/(\d+)\] \S", text):
-        found.setdefault((tag, int(of)), []).append(int(number))
-    assert len(found) == (2 if script == "apex_amp_train" else 1)
-    for (_, of), numbers in found.items():
-        assert sorted(numbers) == list(range(1, of + 1))
-        assert len({tag for tag, _ in found}) == len(found)  # one total per tag
+def test_parts_come_in_the_agreed_order(script):
+    text = TEXTS[f"{script}.py"]
+    for tag in dict(dp_train=["DP"], apex_amp_train=["DDP", "AMP"]).get(script, ["DDP"]):
+        found = re.findall(rf"# \[{tag} (\d+/\d+)\] (?!does )", text)
+        assert found == [f"{number}/{len(found)}" for number in range(1, len(found) + 1)] != []
+    functions = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
+    assert [name for name in functions if name not in ("launch", "why_not_apex")] == ORDER
+    headings = re.findall(r"\n\n\n# -{60} (.+)\n\n\ndef (\w+)", text)
+    assert headings == [("Replace these in your own project", ORDER[1]), ("Training and checkpoints", ORDER[7])]
+    replaced = "".join(ast.get_source_segment(text, functions[name]) for name in REPLACED)
+    assert not re.findall(r"dist\b|distributed|rank|world_size|DDP", replaced)
 
 
-def test_readme_names_numbered_comments_that_are_there():
-    scripts = "".join((ROOT / f"{script}.py").read_text() for script in SCRIPTS)
-    named = re.findall(r"\[[A-Z]+ \d+/\d+\]", README)
-    assert named and all(f"# {name} " in scripts for name in named)
+def test_readme_names_only_what_is_there():
+    titles = re.findall("(?m)^#+ (.*)", README.lower())
+    headings = ["", *(re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles)]
+    links = re.findall(r"\]\((?!https://)([^)#]*)#?(.*?)\)", README)
+    wrong = [link for link in links if not (ROOT / link[0]).exists() or link[1] not in headings]
+    comments, tests = "".join(TEXTS.values()), "".join(f"{name[:-3]}({text}" for name, text in TESTS.items())
+    wrong += [name for name in re.findall(r"\[[A-Z]+ \d+/\d+\]", README) if f"# {name} " not in comments]
+    for name, more in re.findall(r"`(?:\S+::)?(test_\w+)(\.\.\.)?`", README):
+        wrong += [name] * (name + "("[: not more] not in tests)
+    for name in re.findall(r"`([\w/.-]+\.(?:py|sh|md|txt|toml))`", README):
+        wrong += [name] * (not any((ROOT / folder / name).exists() for folder in ("", "tests", "results")))
+    assert links and not wrong
 
 
-def test_readme_names_tests_files_and_headings_that_are_there():
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    named = re.findall(r"`(test_\w+)(\.\.\.)?`", README)
-    for name, more in named:
-        found = f"def {name}" if more else f"def {name}("
-        assert found in tests or (ROOT / "tests" / f"{name}.py").exists(), name
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    titles = [line for line in README.lower().splitlines() if line.startswith("#")]
-    headings = {re.sub(r"[^\w -]", "", title).strip().replace(" ", "-") for title in titles}
-    assert len(named) > 15 and len(links) > 10
-    for link in links:
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        else:
-            assert link.startswith("https://") or (ROOT / link).exists(), link
+def test_bash_and_python_of_readme_are_valid():
+    assert {"bash run_all.sh", "bash run_all.sh test"} <= set(COMMANDS)
+    for kind, block in BLOCKS:
+        if kind == "bash":
+            assert not subprocess.run(["bash", "-n", "-c", block], capture_output=True).stderr, block
+        if kind == "python":
+            compile(block, "README.md", "exec")
 
 
-# Changed lines (both sides), with the numbered comments that each technique adds, and a little room.
-@pytest.mark.parametrize(
-    ("one", "other", "most"),
-    [
-        ("dp_train", "ddp_launch_train", 150),
-        ("ddp_launch_train", "ddp_spawn_train", 62),
-        ("ddp_launch_train", "apex_amp_train", 177),
-    ],
-)
-def test_diffs_show_the_technique_and_little_else(one, other, most):
-    one, other = ((ROOT / f"{name}.py").read_text().splitlines() for name in (one, other))
-    changed = [line for line in difflib.unified_diff(one, other, n=0) if re.match(r"[+-](?![+-]{2} )", line)]
-    assert len(changed) <= most
-
-
-def test_scripts_have_the_same_sections_and_flags_in_the_same_order():
-    sections, flags = [], []
-    for script in SCRIPTS:
-        text = (ROOT / f"{script}.py").read_text()
-        sections.append(re.findall(r"# -{20,} (.+)", text))
-        flags.append(re.findall(r'add\("(--[a-z-]+)"', text))
-    assert all(found == sections[0] for found in sections)
-    assert sections[0] == ["Setup", "Data", "Model and optimizer", "Train", "Validate", "Save"]
-    shared = [flag for flag in flags[0] if flag != "--precision"]
-    assert shared == [f for f in flags[3] if f in shared] == [f for f in flags[1] if f in shared]
-    assert shared == [f for f in flags[2] if f in shared]
-
-
-def commands():
-    """Return the command lines of README's bash blocks, but for the script among them (which test_machines.py runs)."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.S)
-    lines = "\n".join(block for block in blocks if not block.startswith("#!")).replace("\\\n", " ").splitlines()
-    lines = [line.partition(" # ")[0].strip() for line in lines]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-def test_readme_has_the_two_commands_and_only_valid_bash():
-    assert {"bash run_all.sh", "bash run_all.sh test"} <= set(commands())
-    for line in commands():
-        assert subprocess.run(["bash", "-n", "-c", line], capture_output=True).returncode == 0, line
-
-
-@pytest.mark.parametrize("line", [line for line in commands() if re.search(r"_train\.py|run_all\.sh", line)])
-def test_readme_commands_parse(line, monkeypatch):
-    words = shlex.split(line)
-    if any(word in ("cp", "grep", "diff") for word in words):
-        return
-    while re.match(r"[A-Z_]+=", words[0]):
-        words.pop(0)
-    if words[0] == "torchrun" or words[:3] == ["python", "-m", "torch.distributed.run"]:
-        parsed = get_args_parser().parse_args(words[1 if words[0] == "torchrun" else 3 :])
-        words = ["python", parsed.training_script, *parsed.training_script_args]
-    name = words[1].removesuffix(".py")
-    if words[:2] == ["bash", "run_all.sh"]:
-        if words[2:3] == ["test"]:
-            return
-        name = "dp_train"
-    assert words[0] in ("python", "bash") and name in SCRIPTS, line
-    module = importlib.import_module(name)
-    monkeypatch.setattr("sys.argv", [name, *words[2:]])
-    module.parse_args()
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_parse(line, monkeypatch):
+    words = line.split()
+    if words[0] == "torchrun":
+        parsed = get_args_parser().parse_args(words[1:])
+        words = ["torchrun", parsed.training_script, *parsed.training_script_args]
+        for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split():
+            monkeypatch.setenv(name, "0")
+    module = importlib.import_module(words[1].replace("run_all.sh", "dp_train.py").removesuffix(".py"))
+    monkeypatch.setattr(module, "why_not_apex", lambda device: None, raising=False)  # as if Apex were there
+    module.parse_args([word for word in words[2:] if word != "test"])
