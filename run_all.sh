@@ -5,8 +5,8 @@
 #   CUDA_VISIBLE_DEVICES=0,1 bash run_all.sh --epochs 5   two GPUs, five epochs
 #   bash run_all.sh test [flags of pytest]                run the tests
 #
-# If python3 (or the Python named in PYTHON) has no PyTorch, it is installed into .venv. The logs and the table are in
-# a new folder under logs/. The exit code is 1 if a script failed.
+# Without PyTorch in python3 (or in the Python named in PYTHON), it is installed into .venv. Logs and table are kept
+# under logs/. The exit code is 1 if a script failed.
 [ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # also for: sh run_all.sh
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 1
@@ -35,8 +35,7 @@ find_python() {
 
 # run NAME COMMAND...: run one script, show what it prints, and keep it in a log.
 run() {
-  local name=$1 code
-  shift
+  local name=$1 code && shift
   say '' "== $name: $*"
   "$@" 2>&1 | tee -i "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2
   code=${PIPESTATUS[0]}
@@ -115,7 +114,7 @@ main() {
     note="No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
   fi
   say "$note"
-  flags+=(--log-every 10 "$@")
+  flags+=("$@")
 
   CUDA_VISIBLE_DEVICES=${first%%,*} run one_process "$python" dp_train.py "${flags[@]}"
   run dp "$python" dp_train.py "${flags[@]}"

@@ -3,10 +3,10 @@
     pip install matplotlib
     python results/draw.py results/2026-11-21-h200
 
-reads weak.txt, strong.txt and accuracy.txt in that folder, as far as they are there, and writes scaling.svg (images/s
-over the number of GPUs, with the line of perfect scaling) and accuracy.svg (test accuracy over training seconds). From
-profile.json.gz, a trace that a DDP recipe wrote by --profile, it draws profile.svg: when a step computes and when it
-averages gradients.
+reads weak.txt, strong.txt and accuracy.txt in that folder, as far as they are there. It writes scaling.svg (images/s
+over the number of GPUs, with the line of perfect scaling) and accuracy.svg (test accuracy over training seconds).
+From profile.json.gz, a trace of a DDP script, it draws profile.svg: when a step computes and when it averages
+gradients.
 """
 
 import gzip
@@ -45,7 +45,10 @@ def read(path):
 
 def draw_scaling(folder):
     """One panel for 512 images per GPU, one for 512 over all."""
-    panels = {"512 images per GPU": read(folder / "weak.txt"), "512 images over all GPUs": read(folder / "strong.txt")}
+    panels = {
+        "512 images per GPU": read(folder / "weak.txt"),
+        "512 images over all GPUs": read(folder / "strong.txt"),
+    }
     panels = {title: runs for title, runs in panels.items() if runs}
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
     for axis, (title, runs) in zip(axes[0], panels.items(), strict=True):
@@ -72,15 +75,19 @@ def draw_accuracy(folder):
     """One line for each run."""
     figure, axis = plt.subplots(figsize=(5, 4))
     for result, epochs in read(folder / "accuracy.txt"):
-        axis.plot(*zip(*epochs, strict=True), marker=".", label=f"{max(result['gpus'], 1)} GPUs, {epochs[-1][1]:.2%}")
-    axis.set(title="ResNet-50, CIFAR-10, all defaults", xlabel="seconds since the first step", ylabel="test accuracy")
+        axis.plot(
+            *zip(*epochs, strict=True), marker=".", label=f"{max(result['gpus'], 1)} GPUs, {epochs[-1][1]:.2%}"
+        )
+    axis.set(
+        title="ResNet-50, CIFAR-10, all defaults", xlabel="seconds since the first step", ylabel="test accuracy"
+    )
     axis.legend()
     figure.tight_layout()
     figure.savefig(folder / "accuracy.svg", metadata={"Date": None})
 
 
 def draw_profile(folder):
-    """A step of the trace: a row for forward, one for backward, one for the all-reduces; on a GPU one for SGD too."""
+    """A step of the trace: a row for forward, one for backward, one for the all-reduces, on a GPU one for SGD."""
     with gzip.open(folder / "profile.json.gz", "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     steps = [e for e in events if e["name"].startswith("ProfilerStep")]

@@ -95,7 +95,7 @@ def be_python(path, flags, nproc, env, cwd, out, err):
 def run(arguments, cwd=None, timeout=300, real=False, **env):
     """Run a command without a network (every download ends at a closed port) and return what it printed.
 
-    Scripts start by fork from a Python that has PyTorch loaded, which saves most of a test's time, unless `real`."""
+    Scripts are forked from a Python that has loaded PyTorch, which saves most of the time, unless `real`."""
     env = {**os.environ, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", **env}
     nproc, words = 0, arguments[1:]
     if words[:3] == ["-m", "torch.distributed.run", "--standalone"]:
