@@ -46,8 +46,8 @@ def main(args):
     train_set, test_set = load_data(args)
 
     # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.
-    timeout = datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    backend, timeout = "nccl" if cuda else "gloo", datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
     # set. It would repeat or drop images of the test set, so that one is split without it: each image counts once.
@@ -122,7 +122,7 @@ class ApexAmp:
     def __init__(self, opt_level):
         self.opt_level = opt_level
         warnings.filterwarnings("ignore", module="apex")  # Apex and some of what it calls are deprecated
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # the first step may be skipped
+        warnings.filterwarnings("ignore", "Seems like .optimizer|Detected call of .lr_sch")  # Apex changes step()
 
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
@@ -228,7 +228,7 @@ def validate(args, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -253,12 +253,12 @@ def train_epoch(args, epoch, loader, model, amp, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
     model.train()
     device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        optimizer.zero_grad()
+        model.zero_grad()
         amp.backward(loss, optimizer)
         if args.clip_grad:
             amp.clip(optimizer, args.clip_grad)

@@ -1,11 +1,9 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py
-
-torchrun starts the processes. On two machines, run this on both, with --node-rank=1 on the second one:
-
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=gpu --master-addr=FIRST ddp_launch_train.py
 
+torchrun starts the processes. The second command is for two machines; the other one takes --node-rank=1.
 Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
 gradients of all processes, so the copies stay equal. The comments [DDP 1/8] to [DDP 8/8] mark what DDP needs.
 """
@@ -46,8 +44,8 @@ def main(args):
     train_set, test_set = load_data(args)
 
     # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.
-    timeout = datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    backend, timeout = "nccl" if cuda else "gloo", datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
     # set. It would repeat or drop images of the test set, so that one is split without it: each image counts once.
@@ -143,7 +141,7 @@ def validate(args, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -168,12 +166,12 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
     model.train()
     device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)

@@ -28,14 +28,21 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics of the last epoch. In a notebook: launch(["--epochs", "5"])"""
     args = parse_args(argv)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on loopback only
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
-        return torch.load(f"{folder}/0")  # what rank 0 saved there
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
+            return torch.load(f"{folder}/0")  # what rank 0 saved there
+    except torch.multiprocessing.ProcessExitedException as error:  # the process has printed the reason
+        raise SystemExit(f"{error}") from None
+    finally:
+        for process in torch.multiprocessing.active_children():  # after Ctrl-C
+            process.terminate()
 
 
 def main(rank, args, folder):
     # [DDP 1/8] spawn() calls this function once per GPU, with the index of the process: 0, 1, 2, ...
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
+    store = f"file://{folder}/store"  # the processes meet in this file, which needs no free port
     common.setup_for_distributed(is_master=rank == 0)  # from here on, only rank 0 prints
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, all of them would also take memory on GPU 0.
@@ -48,9 +55,8 @@ def main(rank, args, folder):
     train_set, test_set = load_data(args)
 
     # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.
-    timeout = datetime.timedelta(seconds=args.timeout)
-    me = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # a file needs no free port
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **me)
+    backend, timeout = "nccl" if cuda else "gloo", datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, store, timeout, world_size, rank, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
     # set. It would repeat or drop images of the test set, so that one is split without it: each image counts once.
@@ -147,7 +153,7 @@ def validate(args, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -172,12 +178,12 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
     model.train()
     device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -246,7 +252,7 @@ def parse_args(argv=None):
     add("--checkpoint", help="file written after every epoch; training resumes from it if it exists")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--nproc", type=int, help="number of processes (default: one per GPU; 2 on the CPU)")
+    add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="processes (default: one per GPU)")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1
@@ -258,7 +264,6 @@ def parse_args(argv=None):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
-    args.nproc = args.nproc or torch.cuda.device_count() or 2
     if args.device == "cuda" and args.nproc > torch.cuda.device_count():
         parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -267,7 +272,4 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        launch()
-    except torch.multiprocessing.ProcessExitedException as error:  # the process has printed the reason
-        raise SystemExit(f"{error}") from None
+    launch()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,9 @@ from conftest import METRICS, ROOT, SMALL, command, copy_recipe, result, wait_un
 
 FLAGS = [*SMALL, "--epochs", "3", "--device", "cpu"]
 
-# README's own job script, with one process instead of GPUs.
-[JOB] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), re.S)
-
 SLURM_CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=one
-SlurmUser=root
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
@@ -31,7 +26,6 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -49,8 +43,8 @@ class Machine:
         self.namespace = f"test-{os.getpid()}-{name}"
         self.files = Path("/etc/netns", self.namespace)  # `ip netns exec` puts these files over those in /etc
 
-    def ip(self, *arguments):
-        subprocess.run(["ip", "-n", self.namespace, *arguments], check=True)
+    def ip(self, arguments):
+        subprocess.run(["ip", "-n", self.namespace, *arguments.split()], check=True)
 
     def command(self, arguments, **env):
         """Return the command line that runs a command on this machine."""
@@ -83,11 +77,11 @@ def machines():
             machine.files.mkdir(parents=True)
             names = "".join(f"{other.address} {other.name}\n" for other in both)
             (machine.files / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        one.ip("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", two.namespace)
+        one.ip(f"link add eth0 type veth peer name eth0 netns {two.namespace}")
         for machine in both:
-            machine.ip("address", "add", f"{machine.address}/24", "dev", "eth0")
-            machine.ip("link", "set", "lo", "up")
-            machine.ip("link", "set", "eth0", "up")
+            machine.ip(f"address add {machine.address}/24 dev eth0")
+            machine.ip("link set lo up")
+            machine.ip("link set eth0 up")
         yield both
     finally:
         for machine in both:
@@ -101,61 +95,55 @@ def torchrun(*options, flags=FLAGS):
     return arguments
 
 
-def only_result(*printed):
-    """Return the RESULT that is printed once over all machines."""
-    lines = [line for text in printed for line in text.splitlines() if "RESULT" in line]
-    assert len(lines) == 1, "\n".join(printed)
-    return json.loads(lines[0].removeprefix("RESULT "))
-
-
-def same_as_on_one_machine(found, first_runs):
-    one_machine = result(first_runs("ddp_launch_train")[0])
-    assert [found[key] for key in ["world_size", *METRICS]] == [one_machine[key] for key in ["world_size", *METRICS]]
+def end_as_on_one_machine(runs, first_runs):
+    """Wait for the runs. They must print one RESULT over all machines, that of two processes on one machine."""
+    assert [run.process.wait(timeout=120) for run in runs] == [0] * len(runs), runs[0].log.read_text()
+    lines = [line for run in runs for line in run.log.read_text().splitlines() if "RESULT" in line]
+    assert len(lines) == 1
+    found, expected = json.loads(lines[0].removeprefix("RESULT ")), result(first_runs("ddp_launch_train")[0])
+    assert [found[key] for key in ["world_size", *METRICS]] == [expected[key] for key in ["world_size", *METRICS]]
 
 
 def test_two_machines_that_know_their_names_need_one_command(machines, start, first_runs):
     arguments = torchrun("--rdzv-backend=c10d", "--rdzv-endpoint=one:29500", "--rdzv-id=test")
-    runs = [start(machine.command(arguments)) for machine in machines]
-    assert [run.process.wait(timeout=120) for run in runs] == [0, 0]
-    same_as_on_one_machine(only_result(*(run.log.read_text() for run in runs)), first_runs)
+    end_as_on_one_machine([start(machine.command(arguments)) for machine in machines], first_runs)
 
 
 def test_two_machines_with_addresses_alone(machines, start, first_runs):
-    # As Debian and Ubuntu install them: each has its own name at 127.0.1.1, and nobody knows the other's.
-    # gloo offers the address of its machine's name to the others, so here it is told the network card.
+    # As Debian and Ubuntu install them: each has its own name at 127.0.1.1, and does not know the other's name.
+    # gloo tells the others the address of its machine's name, so it must be given the network card.
     runs = []
     for rank, machine in enumerate(machines):
         (machine.files / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
         arguments = torchrun(f"--node-rank={rank}", f"--master-addr={machines[0].address}", "--master-port=29500")
         runs.append(start(machine.command(arguments, GLOO_SOCKET_IFNAME="eth0")))
-    assert [run.process.wait(timeout=120) for run in runs] == [0, 0]
-    same_as_on_one_machine(only_result(*(run.log.read_text() for run in runs)), first_runs)
+    end_as_on_one_machine(runs, first_runs)
 
 
 def test_a_cut_cable_ends_both_machines_and_the_same_commands_resume(machines, start, first_runs, tmp_path):
     flags = [*FLAGS, "--checkpoint", str(tmp_path / "run.pt"), "--timeout", "10"]
-    commands = []
-    for rank, machine in enumerate(machines):
-        options = [f"--node-rank={rank}", "--master-addr=one", "--master-port=29500"]
-        commands.append(machine.command(torchrun(*options, flags=flags)))
-    runs = [start(arguments) for arguments in commands]
-    pids = runs[0].pids()
+    first = ["--master-addr=one", "--master-port=29500"]
+    arguments = [torchrun(f"--node-rank={rank}", *first, flags=flags) for rank in (0, 1)]
+    commands = [machine.command(words) for machine, words in zip(machines, arguments, strict=True)]
+    runs = [start(words) for words in commands]
+    pids = [run.pids(1)[0] for run in runs]
     runs[0].wait_for("epoch 2 step 1")
-    machines[1].ip("link", "set", "eth0", "down")
+    machines[1].ip("link set eth0 down")
     for run in runs:
         assert run.process.wait(timeout=60) != 0
         assert "Timed out waiting 10000ms" in run.log.read_text()
     wait_until_gone(pids)
-    machines[1].ip("link", "set", "eth0", "up")
-    runs = [start(arguments) for arguments in commands]
-    runs[0].wait_for("epochs +1 done, 2 to come")
-    assert [run.process.wait(timeout=120) for run in runs] == [0, 0]
-    same_as_on_one_machine(only_result(*(run.log.read_text() for run in runs)), first_runs)
+    machines[1].ip("link set eth0 up")
+    runs = [start(words) for words in commands]
+    runs[0].wait_for("1 of 3 epochs are done")
+    end_as_on_one_machine(runs, first_runs)
 
 
 @pytest.fixture
 def slurm(machines, start):
     """Slurm with both machines as its nodes; returns the function that runs one of its commands on the first."""
+    if not all(map(shutil.which, ["munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol"])):
+        pytest.skip("needs Slurm (slurmctld, slurmd, slurm-client, munge)")
     with tempfile.TemporaryDirectory(prefix="slurm") as name:  # in a short path: there are sockets inside
         folder = Path(name)
         files = dict(socket="munge.socket", key_file="key", log_file="log", pid_file="pid", seed_file="seed")
@@ -174,40 +162,26 @@ def slurm(machines, start):
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             return machine.command(arguments, SLURM_CONF=folder / "slurm.conf", PATH=path)
 
-        daemons = [start(["munged", "--foreground", "--force", *options])]
-        daemons[0].wait_for("Created socket")
-        daemons.append(start(on(machines[0], "slurmctld", "-D", "-i")))
-        daemons[1].wait_for("Running as primary controller")
-        daemons += [start(on(machine, "slurmd", "-D")) for machine in machines]
-        end = time.monotonic() + 60
-        states = on(machines[0], "sinfo", "--noheader", "--format=%D %T")
-        while (seen := subprocess.run(states, capture_output=True, text=True).stdout.strip()) != "2 idle":
-            assert time.monotonic() < end, seen + "".join(daemon.log.read_text() for daemon in daemons)
-            time.sleep(0.2)
-        yield lambda *arguments: on(machines[0], *arguments)
-        for daemon in reversed(daemons):
-            daemon.kill()
+        start(["munged", "--foreground", "--force", *options]).wait_for("Created socket")
+        start(on(machines[0], "slurmctld", "-D", "-i")).wait_for("Running as primary controller")
         for machine in machines:
-            machine.remove()  # with the processes of jobs, which write into the folder
+            start(on(machine, "slurmd", "-D"))
+        yield lambda *arguments: on(machines[0], *arguments)
+        for machine in machines:
+            machine.remove()  # with all processes, which write into the folder
 
 
-@pytest.mark.skipif(
-    not all(map(shutil.which, ["munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol"])),
-    reason="needs Slurm (slurmctld, slurmd, munge)",
-)
 def test_two_slurm_jobs_on_the_same_two_nodes(slurm, start, first_runs, tmp_path):
-    job = JOB
-    for old, new in (("=gpu", "=1"), ("train.py", " ".join(["train.py", *FLAGS]))):
+    [job] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), re.S)
+    for old, new in (("=gpu", "=1"), ("train.py", " ".join(["train.py", *FLAGS]))):  # one process instead of GPUs
         assert job.count(old) == 1
         job = job.replace(old, new)
     (tmp_path / "job.sh").write_text(job)
+    # Both jobs run at the same time; each has its own port.
     folders = [copy_recipe(tmp_path / name, "ddp_launch_train") for name in ("first", "second")]
-    # Both run at once, side by side: each has a port of its own.
-    submit = [slurm("sbatch", "--wait", f"--chdir={folder}", str(tmp_path / "job.sh")) for folder in folders]
-    runs = [start(arguments) for arguments in submit]
-    codes = [run.process.wait(timeout=180) for run in runs]
-    for code, folder in zip(codes, folders, strict=True):
-        (log,) = folder.glob("job.sh-*.log")
-        assert code == 0, log.read_text()
-        same_as_on_one_machine(only_result(log.read_text()), first_runs)
+    jobs = [start(slurm("sbatch", "--wait", f"--chdir={folder}", str(tmp_path / "job.sh"))) for folder in folders]
+    for job, folder in zip(jobs, folders, strict=True):
+        job.process.wait(timeout=180)
+        [job.log] = folder.glob("job.sh-*.log")
+        end_as_on_one_machine([job], first_runs)
         assert (folder / "run.pt").exists()
