@@ -34,6 +34,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
+    store = "env://"  # the processes meet at MASTER_ADDR and MASTER_PORT, which torchrun has set, too
     common.setup_for_distributed(is_master=rank == 0)  # from here on, only rank 0 prints
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, all of them would also take memory on GPU 0.
@@ -42,12 +43,11 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-
     train_set, test_set = load_data(args)
 
     # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.
     backend, timeout = "nccl" if cuda else "gloo", datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if cuda else None)
+    dist.init_process_group(backend, store, timeout, world_size, rank, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
     # set. It would repeat or drop images of the test set, so that one is split without it: each image counts once.

@@ -51,7 +51,6 @@ def main(rank, args, folder):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-
     train_set, test_set = load_data(args)
 
     # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.

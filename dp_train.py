@@ -29,7 +29,6 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-
     train_set, test_set = load_data(args)
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
