@@ -83,7 +83,7 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
     `pretrained` loads ImageNet weights. `freeze_backbone` freezes all layers but the last, BatchNorm included.
     """
     norm_layer = torchvision.ops.FrozenBatchNorm2d if freeze_backbone else nn.BatchNorm2d
-    # Starting values that keep the loss from jumping: 72% accuracy after five epochs (batch 1,024), not 31%.
+    # The next two lines keep the loss from jumping: five epochs (batch 1,024) reach 72% with and 31% without them.
     net = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)
     nn.init.constant_(net.layer4[0].downsample[1].weight, 0.2)
     if pretrained:

@@ -1,11 +1,11 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py
-    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=gpu --master-addr=FIRST ddp_launch_train.py
+    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=gpu --master-addr=FIRST_MACHINE ddp_launch_train.py
 
 torchrun starts the processes. The second command is for two machines; the other one takes --node-rank=1.
 Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
-gradients of all processes, so the copies stay equal. The comments [DDP 1/8] to [DDP 8/8] mark what DDP needs.
+gradients of all processes, so all copies keep the same weights. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
 """
 
 import argparse
@@ -32,10 +32,9 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    store = "env://"  # the processes meet at MASTER_ADDR and MASTER_PORT, which torchrun has set, too
-    common.setup_for_distributed(is_master=rank == 0)  # from here on, only rank 0 prints
+    common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
-    # [DDP 2/8] Each process uses its own GPU. Without set_device, all of them would also take memory on GPU 0.
+    # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -43,23 +42,23 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    # [DDP 3/8] Connect the processes: NCCL between GPUs, gloo between CPUs. From now on they wait for each other.
-    backend, timeout = "nccl" if cuda else "gloo", datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, store, timeout, world_size, rank, device_id=device if cuda else None)
+    # [DDP 3/8] Connect the processes, after the download: now each waits at most --timeout seconds for the others.
+    settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
+    dist.init_process_group("nccl" if cuda else "gloo", **settings)
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
-    # set. It would repeat or drop images of the test set, so that one is split without it: each image counts once.
+    # set. To make equal shares it repeats or drops images; Subset gives each test image to exactly one process.
     if args.batch_size % world_size or args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be divisible by {world_size} and at most {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # kept between epochs (3% faster); a data set that augments then differs after a resume
+    if args.workers:  # they stay alive between epochs (3% faster), so a resume does not restore their random state
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
 
-    common.seed_everything(args.seed)
+    common.seed_everything(args.seed)  # the same initial weights in all processes and runs
     net = build_network(args).to(device)
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -67,9 +66,9 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network when none of its layers will be replaced or frozen any more. DDP copies rank 0's
-    # weights to all processes and averages the gradients. `net` remains the network inside the wrapper.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # saves a copy of each gradient: 15% faster
+    # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
+    # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # need not copy gradients: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -82,27 +81,28 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process validates its own share, with rank 0's BatchNorm statistics; then add up the sums.
+        # [DDP 7/8] BatchNorm's statistics differ between processes: use rank 0's. Validate, and add up all sums.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, test_loader, net)
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
-        best = metrics.get("best_accuracy", 0.0)
+        previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit(f"the loss of epoch {epoch} is NaN or infinite; try a smaller --lr")
-        metrics["best_accuracy"] = max(best, metrics["val_accuracy"])
+        metrics["best_accuracy"] = max(previous_best, metrics["val_accuracy"])
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DDP 8/8] Only rank 0 writes files. It saves `net`: in `model`, names of weights begin with "module."
+        # [DDP 8/8] Only rank 0 writes files. Save `net`: in `model`, the names of weights begin with "module."
         if args.checkpoint and rank == 0:
-            if metrics["val_accuracy"] > best:
+            if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args), gpus=cuda * world_size, world_size=world_size)
+    gpus = world_size if cuda else 0
+    result = dict(script=os.path.basename(__file__), **vars(args), gpus=gpus, world_size=world_size)
     print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
     if cuda:
         print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
@@ -123,14 +123,14 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its learning rate schedule over all steps: up to the peak, then down to zero."""
+    """Return SGD and its schedule: over all steps, OneCycleLR changes the learning rate and the momentum."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
 def compute_loss(args, net, images, labels, augment):
-    """Return the mean loss of a batch and the network's outputs."""
+    """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = net(images)
@@ -171,7 +171,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        model.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -181,7 +181,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    sums.tolist()  # wait for the GPU before reading the clock
+    sums.tolist()  # waits for the GPU; only then read the clock
     return sums, time.perf_counter() - start
 
 
@@ -197,7 +197,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if there is one, into `stateful`. Return (epochs done, metrics of the last one)."""
+    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics. Call it in every process."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -230,21 +230,21 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
-    add("--clip-grad", type=float, help="clip the gradients to this norm")
+    add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
     add("--sync-bn", action="store_true", help="compute BatchNorm over the whole batch, not over each GPU's share")
     add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=4, help="data-loading processes per GPU (default: 4)")
+    add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", help="file written after every epoch; training resumes from it if it exists")
+    add("--checkpoint", help="file to resume from and to write after every epoch; best weights: CHECKPOINT.best")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # passed by python -m torch.distributed.launch
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1
-        if type(value) in (int, float) and not value >= least:
+        if type(value) in (int, float) and not value >= least:  # refuses NaN, too
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.pretrained and args.image_size <= 64:
         parser.error("--pretrained needs --image-size 65 or more")

@@ -2,9 +2,9 @@
 
     python dp_train.py
 
-In every step, DataParallel copies the network to all GPUs, gives each of them its share of the batch, and adds up
-their gradients on the first GPU. DistributedDataParallel (ddp_launch_train.py) is faster; prefer it.
-On a single GPU, this is an ordinary program. The comments [DP 1/4] to [DP 4/4] mark what DataParallel adds to it.
+In every step, DataParallel copies the network to all GPUs and gives each its share of the batch. The outputs are
+gathered on the first GPU for the loss, and backward() adds up the gradients there. [DP 1/4] to [DP 4/4] mark what
+this adds to a program for one GPU, which this is if only one is visible. ddp_launch_train.py is faster: prefer it.
 """
 
 import argparse
@@ -22,8 +22,8 @@ import common
 
 
 def main(args):
-    # [DP 1/4] One process uses all visible GPUs, so it is rank 0 of 1. Inputs, outputs and optimizer are on GPU 0.
-    rank, local_rank, world_size = 0, 0, 1
+    # [DP 1/4] One process uses all visible GPUs. Batches, outputs, loss and optimizer are on the first one, GPU 0.
+    rank, local_rank, world_size = 0, 0, 1  # the only process; the names are those of ddp_launch_train.py
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -33,19 +33,19 @@ def main(args):
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # kept between epochs (3% faster); a data set that augments then differs after a resume
+    if args.workers:  # they stay alive between epochs (3% faster), so a resume does not restore their random state
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
 
-    common.seed_everything(args.seed)
+    common.seed_everything(args.seed)  # the same initial weights in all processes and runs
     net = build_network(args).to(device)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. BatchNorm keeps the statistics of GPU 0's share alone. `net` remains the network
-    # inside the wrapper, and validation calls it directly, on GPU 0.
+    # [DP 2/4] Wrap the network. BatchNorm normalises each GPU's share of the batch by itself; for validation, it
+    # remembers only GPU 0's share. `net` is still the network inside the wrapper, and validates on GPU 0 alone.
     gpus = torch.cuda.device_count() if cuda else 0
     model = DataParallelWithoutThreads(net) if gpus > 1 else net
     if args.compile:
@@ -58,36 +58,36 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
         val_sums = validate(args, test_loader, net)
-        best = metrics.get("best_accuracy", 0.0)
+        previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit(f"the loss of epoch {epoch} is NaN or infinite; try a smaller --lr")
-        metrics["best_accuracy"] = max(best, metrics["val_accuracy"])
+        metrics["best_accuracy"] = max(previous_best, metrics["val_accuracy"])
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
         # [DP 3/4] Save `net`: in `model`, the names of weights begin with "module."
         if args.checkpoint and rank == 0:
-            if metrics["val_accuracy"] > best:
+            if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
     result = dict(script=os.path.basename(__file__), **vars(args), gpus=gpus, world_size=world_size)
     print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
     for gpu in range(gpus):
-        print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+        print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    """nn.DataParallel, but it calls the copies of the network one after the other, not each in a new thread."""
+    """nn.DataParallel calls each copy of the network in a new thread. This calls one after the other."""
 
     def parallel_apply(self, replicas, inputs, kwargs):
         # [DP 4/4] In new threads, autocast loses its dtype (bf16 becomes float16), and cudnn.benchmark tries all
         # algorithms again in each step. The GPUs work in parallel anyway: a call returns before its GPU is done.
         outputs = []
-        for gpu, replica, args, keywords in zip(self.device_ids, replicas, inputs, kwargs, strict=False):
+        for gpu, replica in enumerate(replicas):
             with torch.cuda.device(gpu):
-                outputs.append(replica(*args, **keywords))
+                outputs.append(replica(*inputs[gpu], **kwargs[gpu]))
         return outputs
 
 
@@ -105,14 +105,14 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its learning rate schedule over all steps: up to the peak, then down to zero."""
+    """Return SGD and its schedule: over all steps, OneCycleLR changes the learning rate and the momentum."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
 def compute_loss(args, net, images, labels, augment):
-    """Return the mean loss of a batch and the network's outputs."""
+    """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = net(images)
@@ -153,7 +153,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        model.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -162,8 +162,8 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
-            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    sums.tolist()  # wait for the GPU before reading the clock
+            print(f"epoch {epoch} step {step}/{len(loader)} loss {loss.item():.5g}", flush=True)
+    sums.tolist()  # waits for the GPU; only then read the clock
     return sums, time.perf_counter() - start
 
 
@@ -179,7 +179,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if there is one, into `stateful`. Return (epochs done, metrics of the last one)."""
+    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics. Call it in every process."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -208,18 +208,18 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
-    add("--clip-grad", type=float, help="clip the gradients to this norm")
+    add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=4, help="data-loading processes per GPU (default: 4)")
+    add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", help="file written after every epoch; training resumes from it if it exists")
+    add("--checkpoint", help="file to resume from and to write after every epoch; best weights: CHECKPOINT.best")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1
-        if type(value) in (int, float) and not value >= least:
+        if type(value) in (int, float) and not value >= least:  # refuses NaN, too
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.pretrained and args.image_size <= 64:
         parser.error("--pretrained needs --image-size 65 or more")
@@ -229,7 +229,7 @@ def parse_args(argv=None):
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; use --device cpu")
-    if args.compile and torch.cuda.device_count() > 1:
+    if args.compile and args.device == "cuda" and torch.cuda.device_count() > 1:
         parser.error("--compile does not work with DataParallel; use one GPU or ddp_launch_train.py")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
