@@ -133,8 +133,8 @@ class ApexAmp:
         return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
 
     def backward(self, loss, optimizer):
-        # [AMP 3/7] Small gradients become zero in float16, so multiply the loss by a scale, and divide the gradients
-        # by it. If one overflows, all GPUs skip the step and halve the scale, since DDP has averaged the gradients.
+        # [AMP 3/7] Small gradients become zero in float16, so multiply the loss by a scale and divide gradients by
+        # it. If one overflows, all GPUs skip the step and halve the scale, since DDP has averaged the gradients.
         with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 

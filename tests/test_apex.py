@@ -1,12 +1,14 @@
 """Mixed precision: which Apex is taken, what is refused, and what a step that overflows leaves behind."""
 
+import contextlib
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from conftest import METRICS, command, edited, result, run
+from conftest import command, edited, result, run
 from test_recipes import CPU, TINY, left_by, step_losses
 
 import apex_amp_train
@@ -16,7 +18,6 @@ PACKAGES = {
     "none": ([], "NVIDIA Apex 25.04 cannot be imported (No module named 'apex')"),
     "25.04": (["__init__", "amp", "parallel"], "NVIDIA Apex needs a GPU"),
     "25.07": (["__init__", "optimizers"], "NVIDIA Apex 25.04 cannot be imported (No module named 'apex.amp')"),
-    "folder": (["README"], "NVIDIA Apex 25.04 cannot be imported (No module named 'apex.amp')"),
 }
 SGD = "SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True"
 SCALE = ("GradScaler(device.type, ", "GradScaler(device.type, init_scale=256, ")  # nothing overflows by itself
@@ -32,16 +33,11 @@ def parse(tmp_path, monkeypatch, capsys):
         for name in PACKAGES[package][0]:
             (tmp_path / "apex").mkdir(exist_ok=True)
             (tmp_path / "apex" / f"{name}.py").touch()
-        others = [path for path in sys.path if not Path(path, "apex").exists()]  # without a real one
-        monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not Path(p, "apex").exists())])
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        try:
+        with mock.patch.dict(sys.modules), contextlib.suppress(SystemExit):
             return apex_amp_train.parse_args(["--device", "cuda" if gpus else "cpu", *flags])
-        except SystemExit:
-            return capsys.readouterr().err.rpartition("error: ")[2]
-        finally:
-            for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
-                del sys.modules[name]
+        return capsys.readouterr().err.rpartition("error: ")[2]
 
     return parse_with
 
@@ -64,14 +60,13 @@ def test_what_is_taken_and_refused_where_apex_can_be_used(parse):
 def test_O0_by_torch_equals_ddp_launch_train_bit_for_bit(tmp_path, first_runs):
     flags = [*CPU, "--epochs", "3", "--opt-level", "O0", "--checkpoint", f"{tmp_path}/run.pt"]
     assert "resnet18, O0 by torch: " in run(command("apex_amp_train", *flags)).stdout
-    saved, best = left_by(tmp_path)
-    del saved["amp"]
-    assert (saved, best) == left_by(first_runs("ddp_launch_train")[1])
+    left = left_by(tmp_path)
+    assert left[0].pop("amp") == {} and left == left_by(first_runs("ddp_launch_train")[1])
 
 
 def test_O3_by_torch_trains_float16_weights(tmp_path):
     flags = [*TINY, "--epochs", "1", "--opt-level", "O3", "--checkpoint", f"{tmp_path}/run.pt"]
-    assert result(run(command("apex_amp_train", *flags)))["train_loss"] < 4
+    result(run(command("apex_amp_train", *flags)))
     assert torch.load(tmp_path / "run.pt", weights_only=True)["net"]["fc.weight"].dtype == torch.float16
 
 
@@ -85,10 +80,9 @@ def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_run
 
 @pytest.mark.parametrize("optimizer", [SGD, "AdamW(net.parameters(), lr"])
 def test_a_first_step_that_overflows_is_skipped_and_nothing_else(optimizer, tmp_path):
-    # A fused optimizer itself skips the step. Another one is not called, and is compared with.
     infinite = ("amp.backward(loss, ", "amp.backward(loss * (math.inf if epoch == step == 1 else 1), ")
     losses = []
-    for kind in "fused", "foreach":
+    for kind in "fused", "foreach":  # the first skips the step by itself, the other one is not called
         changes = [infinite, SCALE, (f"{SGD}, fused", f"{optimizer}, {kind}")]
         folder = edited(tmp_path / kind, "apex_amp_train", *changes)
         flags = [*TINY, "--epochs", "2", "--limit", "24", "--checkpoint", f"{folder}/run.pt"]
@@ -101,8 +95,8 @@ def test_a_first_step_that_overflows_is_skipped_and_nothing_else(optimizer, tmp_
 def test_the_optimizer_gets_gradients_of_the_norm_asked_for(script, tmp_path):
     norm = "nn.utils.clip_grad_norm_(net.parameters(), math.inf).item()"
     say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
-    changes = [("fused=True)\n", say), *[SCALE][: script == "apex_amp_train"]]
-    folder = edited(tmp_path / "project", script, *changes)
+    scale = [SCALE] * (script == "apex_amp_train")
+    folder = edited(tmp_path / "project", script, ("fused=True)\n", say), *scale)
     finished = run(command(script, *TINY, "--epochs", "1", "--clip-grad", "0.125", folder=folder))
     norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
     assert norms == [pytest.approx(0.125, rel=2e-3)] * 5, finished.stderr

@@ -205,8 +205,7 @@ def compute_loss(args, net, points, labels, augment):
     outputs = net(points)
     return F.cross_entropy(outputs, labels), outputs
 def validate(args, loader, net):
-    net.eval()
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums, net = torch.zeros(4, dtype=torch.float64), net.eval()
     with torch.no_grad():
         for points, labels in loader:
             loss, outputs = compute_loss(args, net, points, labels, augment=False)
