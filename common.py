@@ -92,7 +92,7 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
             net.load_state_dict(weights.get_state_dict(progress=False, check_hash=True, weights_only=True))
         except Exception as error:
             folder = f"{torch.hub.get_dir()}/checkpoints"
-            raise SystemExit(f"cannot load {weights} ({error}); put {weights.url} into {folder}") from None
+            raise SystemExit(f"no weights ({type(error).__name__}); put {weights.url} into {folder}") from None
     if image_size <= 64:
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         net.maxpool = nn.Identity()

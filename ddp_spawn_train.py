@@ -249,7 +249,7 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", help="file to resume from and to write after every epoch; best weights: CHECKPOINT.best")
+    add("--checkpoint", type=os.path.abspath, help="to resume from, written every epoch; best: CHECKPOINT.best")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="processes (default: one per GPU)")
@@ -260,7 +260,7 @@ def parse_args(argv=None):
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.pretrained and args.image_size <= 64:
         parser.error("--pretrained needs --image-size 65 or more")
-    if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint) or "."):
+    if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")

@@ -5,8 +5,8 @@
 #   CUDA_VISIBLE_DEVICES=0,1 bash run_all.sh --epochs 5   two GPUs, five epochs
 #   bash run_all.sh test [flags of pytest]                run the tests
 #
-# Without PyTorch in python3 (or in the Python named in PYTHON), it is installed into .venv. Logs and table are kept
-# under logs/. The exit code is 1 if a script failed.
+# Without PyTorch in python3 (or in the Python named in PYTHON), it is installed into .venv. Logs and table are
+# kept under logs/. The exit code is 1 if a script failed.
 [ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # also for: sh run_all.sh
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 1

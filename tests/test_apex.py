@@ -50,11 +50,11 @@ def test_an_apex_that_cannot_be_used_is_not_taken_and_refused_with_the_reason(pa
 
 
 def test_what_is_taken_and_refused_where_apex_can_be_used(parse):
-    assert (parse("25.04", gpus=1).backend, parse("25.04", gpus=1).ddp) == ("apex", "torch")
-    for flags in [], ["--backend", "torch", "--ddp", "apex"], ["--ddp", "torch"]:
+    assert parse("25.04", gpus=1).backend == "apex" and parse("25.04", gpus=1).ddp == "torch"
+    for flags in [], ["--backend", "torch", "--ddp", "apex"]:
         assert parse("25.04", "--compile", *flags, gpus=1).startswith("--compile does not work with Apex")
     assert parse("25.04", "--backend", "torch", "--opt-level", "O2", gpus=1).startswith("PyTorch has no O2 ")
-    assert parse("25.04", "--opt-level", "O4", gpus=1).startswith("argument --opt-level: invalid choice: 'O4'")
+    assert "invalid choice: 'O4'" in parse("25.04", "--opt-level", "O4", gpus=1)
 
 
 def test_O0_by_torch_equals_ddp_launch_train_bit_for_bit(tmp_path, first_runs):
@@ -80,13 +80,12 @@ def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_run
 
 @pytest.mark.parametrize("optimizer", [SGD, "AdamW(net.parameters(), lr"])
 def test_a_first_step_that_overflows_is_skipped_and_nothing_else(optimizer, tmp_path):
-    infinite = ("amp.backward(loss, ", "amp.backward(loss * (math.inf if epoch == step == 1 else 1), ")
+    inf = ("amp.backward(loss, ", "amp.backward(loss * (math.inf if epoch == step == 1 else 1), ")
     losses = []
     for kind in "fused", "foreach":  # the first skips the step by itself, the other one is not called
-        changes = [infinite, SCALE, (f"{SGD}, fused", f"{optimizer}, {kind}")]
-        folder = edited(tmp_path / kind, "apex_amp_train", *changes)
-        flags = [*TINY, "--epochs", "2", "--limit", "24", "--checkpoint", f"{folder}/run.pt"]
-        losses.append(step_losses(run(command("apex_amp_train", *flags, nproc=1, folder=folder))))
+        folder = edited(tmp_path / kind, "apex_amp_train", inf, SCALE, (f"{SGD}, fused", f"{optimizer}, {kind}"))
+        flags = [*TINY, *"--epochs 2 --limit 24 --checkpoint run.pt".split()]
+        losses.append(step_losses(run(command("apex_amp_train", *flags, nproc=1, folder=folder), cwd=folder)))
         assert torch.load(folder / "run.pt", weights_only=True)["amp"]["scale"] == 128  # halved once
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=0.02)  # float16 rounds
 
@@ -95,8 +94,7 @@ def test_a_first_step_that_overflows_is_skipped_and_nothing_else(optimizer, tmp_
 def test_the_optimizer_gets_gradients_of_the_norm_asked_for(script, tmp_path):
     norm = "nn.utils.clip_grad_norm_(net.parameters(), math.inf).item()"
     say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
-    scale = [SCALE] * (script == "apex_amp_train")
-    folder = edited(tmp_path / "project", script, ("fused=True)\n", say), *scale)
+    folder = edited(tmp_path / "project", script, ("fused=True)\n", say), *[SCALE] * (script == "apex_amp_train"))
     finished = run(command(script, *TINY, "--epochs", "1", "--clip-grad", "0.125", folder=folder))
     norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
     assert norms == [pytest.approx(0.125, rel=2e-3)] * 5, finished.stderr

@@ -133,13 +133,15 @@ def amp_run(*flags, **kwargs):
 
 
 AMP = [("torch", "torch", level) for level in ("O0", "O1", "O3")]
-AMP += [("apex", ddp, level) for ddp in ("torch", "apex") for level in ("O0", "O1", "O2", "O3")]
+AMP += [
+    pytest.param("apex", ddp, level, marks=needs_apex)
+    for ddp in ("torch", "apex")
+    for level in ("O0", "O1", "O2", "O3")
+]
 
 
 @pytest.mark.parametrize(("backend", "ddp", "level"), AMP)
 def test_levels_train(backend, ddp, level):
-    if backend == "apex" and not APEX:
-        pytest.skip("needs NVIDIA Apex, tag 25.04")
     flags = ["--backend", backend, "--ddp", ddp, "--opt-level", level, "--epochs", "3", "--clip-grad", "5"]
     finished = amp_run(*flags)
     found = result(finished)
@@ -147,16 +149,6 @@ def test_levels_train(backend, ddp, level):
     assert found["train_loss"] < 2.5 and not re.search("UserWarning|FutureWarning", finished.stderr), (
         finished.stderr
     )
-
-
-@needs_apex
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_apex_and_torch_compute_the_same(level, tmp_path):
-    # Without loss scaling both do the same operations.
-    folder = edited(tmp_path / "edited", "apex_amp_train", EXACT)
-    flags = ["--opt-level", level, "--epochs", "2"]
-    apex, native = (result(amp_run("--backend", name, *flags, folder=folder)) for name in ("apex", "torch"))
-    assert [apex[key] for key in METRICS] == pytest.approx([native[key] for key in METRICS], rel=1e-3)
 
 
 @needs_apex
@@ -172,11 +164,8 @@ def test_a_first_step_that_overflows_under_apex_is_skipped(level, tmp_path):
     assert all(weight.isfinite().all() for weight in saved["net"].values())
 
 
-@pytest.mark.parametrize("kind", ["apex O1", "apex O2", "torch O1"])
-def test_a_resumed_run_goes_on_where_it_was(kind, tmp_path):
-    backend, level = kind.split()
-    if backend == "apex" and not APEX:
-        pytest.skip("needs NVIDIA Apex, tag 25.04")
+@pytest.mark.parametrize(("backend", "ddp", "level"), [AMP[1], AMP[4], AMP[5]])
+def test_a_resumed_run_goes_on_where_it_was(backend, ddp, level, tmp_path):
     # The unbroken run keeps a copy of its checkpoint after the first of two epochs. The other one resumes from it.
     line = "            save_checkpoint(args, stateful, epoch, metrics)\n"
     keep = "            save_atomically(torch.load(args.checkpoint), f'{args.checkpoint}.{epoch}')\n"

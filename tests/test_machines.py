@@ -59,8 +59,6 @@ class Machine:
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True)
         shutil.rmtree(self.files, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self.files.parent.rmdir()
 
 
 @pytest.fixture
