@@ -2,11 +2,11 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --opt-level O1
 
-    O0  float32, convolutions in TF32           O2  float16 weights with float32 master copies
-    O1  float16 where it is safe (autocast)     O3  float16 throughout
+    O0  float32, convolutions in TF32     O2  float16 weights with float32 copies (Apex only)
+    O1  float16 where it is safe          O3  float16 throughout, without a loss scale
 
-Apex's amp is deprecated, and tag 25.04 is the last with it. Without Apex, this script uses torch.amp, as all new
-programs should. [AMP 1/7] to [AMP 7/7] mark what mixed precision adds to ddp_launch_train.py.
+Apex's amp is deprecated, and tag 25.04 is the last with it. New programs should use --backend torch, or bfloat16
+as in ddp_launch_train.py if the GPU has it. [AMP 1/7] to [AMP 7/7] mark what float16 adds to that script.
 """
 
 import argparse
@@ -44,30 +44,30 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    # [DDP 3/8] Connect the processes, after the download: now each waits at most --timeout seconds for the others.
+    # [DDP 3/8] Connect the processes. They now wait at most --timeout seconds for each other, so download before.
     settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
-    dist.init_process_group("nccl" if cuda else "gloo", **settings)
+    dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
 
-    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
-    # set. To make equal shares it repeats or drops images; Subset gives each test image to exactly one process.
+    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
+    # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
     if args.batch_size % world_size or args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be divisible by {world_size} and at most {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # they stay alive between epochs (3% faster), so a resume does not restore their random state
+    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
 
-    common.seed_everything(args.seed)  # the same initial weights in all processes and runs
+    common.seed_everything(args.seed)  # the same initial weights in every run
     amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, device)
     net = build_network(args).to(device)
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] before DDP, with the network on the GPU
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
+    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] after .to(device), before DDP
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # amp is loaded first
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
@@ -79,7 +79,7 @@ def main(args):
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
-    print(f"{args.arch}, {args.opt_level} by {args.backend}: {epochs_done} of {args.epochs} epochs are done")
+    print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -88,10 +88,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, amp, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ between processes: use rank 0's. Validate, and add up all sums.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ: copy rank 0's. Then add up all sums.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)
+        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -122,28 +122,28 @@ class ApexAmp:
     def __init__(self, opt_level):
         self.opt_level = opt_level
         warnings.filterwarnings("ignore", module="apex")  # Apex and some of what it calls are deprecated
-        warnings.filterwarnings("ignore", "Seems like .optimizer|Detected call of .lr_sch")  # Apex changes step()
+        warnings.filterwarnings("ignore", "Seems like .optimizer|Detected call of .lr_sch")  # Apex replaces step()
 
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
     def initialize(self, net, optimizer):
-        # [AMP 2/7] Apex changes the network, the optimizer and, in O1, PyTorch's functions.
+        # [AMP 2/7] In O2 and O3, Apex casts the network to float16. In O1, it patches PyTorch's functions.
         self.optimizer = optimizer
         return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
 
-    def backward(self, loss, optimizer):
+    def backward(self, loss):
         # [AMP 3/7] Small gradients become zero in float16, so multiply the loss by a scale and divide gradients by
-        # it. If one overflows, all GPUs skip the step and halve the scale, since DDP has averaged the gradients.
-        with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+        # it. An overflow on one GPU reaches all by DDP's average, so all skip that step and halve the scale.
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    def clip(self, optimizer, norm):
-        # [AMP 4/7] In O2, the optimizer has float32 copies of the weights. Only their gradients are divided yet.
-        nn.utils.clip_grad_norm_(list(apex.amp.master_params(optimizer)), norm)
+    def clip(self, norm):
+        # [AMP 4/7] Clip what the optimizer uses, in O2 its float32 copies: their gradients are divided already.
+        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
-    def step(self, optimizer):
-        optimizer.step()
+    def step(self):
+        self.optimizer.step()
 
     def state_dict(self):
         # [AMP 5/7] Apex's state_dict holds only the scale. Save the float32 copies of O2, too.
@@ -172,20 +172,21 @@ class TorchAmp:
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
         # [AMP 6/7] If the first step is skipped, fused SGD goes on with uninitialised momentum: start with zeros.
-        for group in optimizer.param_groups:
-            for weight in group["params"] if isinstance(optimizer, torch.optim.SGD) else []:
+        if isinstance(optimizer, torch.optim.SGD):
+            for weight in net.parameters():
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        self.net, self.optimizer = net, optimizer
         return net, optimizer
 
-    def backward(self, loss, optimizer):
+    def backward(self, loss):
         self.scaler.scale(loss).backward()  # multiply the loss
 
-    def clip(self, optimizer, norm):
-        self.scaler.unscale_(optimizer)  # divide the gradients before they are clipped
-        nn.utils.clip_grad_norm_([weight for group in optimizer.param_groups for weight in group["params"]], norm)
+    def clip(self, norm):
+        self.scaler.unscale_(self.optimizer)  # divide the gradients before they are clipped
+        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
 
-    def step(self, optimizer):
-        self.scaler.step(optimizer)  # divide the gradients, and skip the step if one overflowed
+    def step(self):
+        self.scaler.step(self.optimizer)  # divide the gradients unless clip() did; skip the step after an overflow
         self.scaler.update()  # halve the scale after an overflow, double it after 2,000 good steps
 
     def state_dict(self):
@@ -215,12 +216,12 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, net, images, labels, augment):
+def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 7/7] In O1, autocast runs operations in float16 if that is safe for them. Apex has changed them itself.
+    # [AMP 7/7] In O1, autocast runs operations in float16 if that is safe. Apex has patched them for this instead.
     with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
-        outputs = net(images)
+        outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -240,7 +241,7 @@ def validate(args, loader, net):
 
 
 def metrics_from(train_sums, val_sums):
-    """Return the metrics, given the sums over all images. The highest val_accuracy marks the best weights."""
+    """Return the metrics, given the sums over all images. main() keeps the weights with the best val_accuracy."""
     train_loss, train_count = train_sums.tolist()
     val_loss, correct, count = val_sums.tolist()
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
@@ -258,11 +259,11 @@ def train_epoch(args, epoch, loader, model, amp, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        model.zero_grad()  # optimizer.zero_grad() fails in O2
-        amp.backward(loss, optimizer)
+        model.zero_grad()  # in O2, Apex's optimizer.zero_grad() fails on gradients that lie in DDP's buffers
+        amp.backward(loss)
         if args.clip_grad:
-            amp.clip(optimizer, args.clip_grad)
-        amp.step(optimizer)
+            amp.clip(args.clip_grad)
+        amp.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
@@ -291,16 +292,16 @@ def load_checkpoint(args, stateful):
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
-            raise SystemExit(f"{args.checkpoint} is not a checkpoint ({type(error).__name__})") from None
-        free = "data_dir precision compile workers log_every checkpoint timeout device local_rank nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in free and v != getattr(args, k, None)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags: {other}")
+            raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
+            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("not all processes find the same --checkpoint; put it on a disk that all machines share")
+        raise SystemExit("the processes find different checkpoints; put it on a disk that all machines share")
     return epochs_done, metrics
 
 
@@ -326,10 +327,10 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, help="to resume from, written every epoch; best: CHECKPOINT.best")
+    add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # passed by python -m torch.distributed.launch
+    add("--local-rank", "--local_rank", type=lambda text: None, help=argparse.SUPPRESS)  # of the old launcher
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1
@@ -347,6 +348,7 @@ def parse_args(argv=None):
     if reason and "apex" in (args.backend, args.ddp):
         parser.error(f"{reason}; see README, or use --backend torch --ddp torch")
     args.backend = args.backend or ("torch" if reason else "apex")
+    args.precision = f"{args.opt_level} by {args.backend}"
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1")
     if args.compile and "apex" in (args.backend, args.ddp):

@@ -25,22 +25,22 @@ import common
 
 
 def launch(argv=None):
-    """Start one process per GPU; return the metrics of the last epoch. In a notebook: launch(["--epochs", "5"])"""
+    """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on loopback only
     try:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
-            return torch.load(f"{folder}/0")  # what rank 0 saved there
-    except torch.multiprocessing.ProcessExitedException as error:  # the process has printed the reason
+            return torch.load(f"{folder}/0")  # rank 0's metrics
+    except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, unless it was killed
         raise SystemExit(f"{error}") from None
     finally:
-        for process in torch.multiprocessing.active_children():  # after Ctrl-C
+        for process in torch.multiprocessing.active_children():  # those that are left after Ctrl-C
             process.terminate()
 
 
 def main(rank, args, folder):
-    # [DDP 1/8] spawn() calls this function once per GPU, with the index of the process: 0, 1, 2, ...
+    # [DDP 1/8] launch() starts this function once per GPU; rank is the index of the process: 0, 1, 2, ...
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
@@ -52,24 +52,24 @@ def main(rank, args, folder):
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    # [DDP 3/8] Connect the processes, after the download: now each waits at most --timeout seconds for the others.
+    # [DDP 3/8] Connect the processes. They now wait at most --timeout seconds for each other, so download before.
     settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
     settings |= dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # needs no free port
-    dist.init_process_group("nccl" if cuda else "gloo", **settings)
+    dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
 
-    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles and splits the training
-    # set. To make equal shares it repeats or drops images; Subset gives each test image to exactly one process.
+    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
+    # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
     if args.batch_size % world_size or args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be divisible by {world_size} and at most {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # they stay alive between epochs (3% faster), so a resume does not restore their random state
+    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
 
-    common.seed_everything(args.seed)  # the same initial weights in all processes and runs
+    common.seed_everything(args.seed)  # the same initial weights in every run
     net = build_network(args).to(device)
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -79,7 +79,7 @@ def main(rank, args, folder):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # need not copy gradients: 15% faster
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # 15% faster: DDP need not copy gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -92,10 +92,10 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ between processes: use rank 0's. Validate, and add up all sums.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ: copy rank 0's. Then add up all sums.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)
+        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -117,7 +117,7 @@ def main(rank, args, folder):
     print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
     if cuda:
         print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    torch.save(metrics, f"{folder}/{rank}")  # for launch()
+    torch.save(metrics, f"{folder}/{rank}")  # launch() returns those of rank 0
     dist.destroy_process_group()
 
 
@@ -141,11 +141,11 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, net, images, labels, augment):
+def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        outputs = net(images)
+        outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -165,7 +165,7 @@ def validate(args, loader, net):
 
 
 def metrics_from(train_sums, val_sums):
-    """Return the metrics, given the sums over all images. The highest val_accuracy marks the best weights."""
+    """Return the metrics, given the sums over all images. main() keeps the weights with the best val_accuracy."""
     train_loss, train_count = train_sums.tolist()
     val_loss, correct, count = val_sums.tolist()
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
@@ -216,16 +216,16 @@ def load_checkpoint(args, stateful):
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
-            raise SystemExit(f"{args.checkpoint} is not a checkpoint ({type(error).__name__})") from None
-        free = "data_dir precision compile workers log_every checkpoint timeout device local_rank nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in free and v != getattr(args, k, None)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags: {other}")
+            raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
+            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("not all processes find the same --checkpoint; put it on a disk that all machines share")
+        raise SystemExit("the processes find different checkpoints; put it on a disk that all machines share")
     return epochs_done, metrics
 
 
@@ -249,7 +249,7 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, help="to resume from, written every epoch; best: CHECKPOINT.best")
+    add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="processes (default: one per GPU)")

@@ -3,8 +3,8 @@
     python dp_train.py
 
 In every step, DataParallel copies the network to all GPUs and gives each its share of the batch. The outputs are
-gathered on the first GPU for the loss, and backward() adds up the gradients there. [DP 1/4] to [DP 4/4] mark what
-this adds to a program for one GPU, which this is if only one is visible. ddp_launch_train.py is faster: prefer it.
+gathered on the first GPU for the mean loss of the whole batch, so backward() adds up the gradients there. [DP 1/4]
+to [DP 4/4] mark what it adds to a program for one GPU. ddp_launch_train.py is faster: prefer it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import common
 
 def main(args):
     # [DP 1/4] One process uses all visible GPUs. Batches, outputs, loss and optimizer are on the first one, GPU 0.
-    rank, local_rank, world_size = 0, 0, 1  # the only process; the names are those of ddp_launch_train.py
+    rank, local_rank, world_size = 0, 0, 1  # the only process. This keeps the lines below as in the DDP scripts
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -33,19 +33,19 @@ def main(args):
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # they stay alive between epochs (3% faster), so a resume does not restore their random state
+    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
 
-    common.seed_everything(args.seed)  # the same initial weights in all processes and runs
+    common.seed_everything(args.seed)  # the same initial weights in every run
     net = build_network(args).to(device)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. BatchNorm normalises each GPU's share of the batch by itself; for validation, it
-    # remembers only GPU 0's share. `net` is still the network inside the wrapper, and validates on GPU 0 alone.
+    # [DP 2/4] Wrap the network in a variant of nn.DataParallel: see [DP 4/4]. The statistics that BatchNorm keeps
+    # for validation are those of GPU 0's share. `net` is still the network inside; validation runs it on GPU 0.
     gpus = torch.cuda.device_count() if cuda else 0
     model = DataParallelWithoutThreads(net) if gpus > 1 else net
     if args.compile:
@@ -57,7 +57,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)
+        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -66,7 +66,7 @@ def main(args):
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 3/4] Save `net`: in `model`, the names of weights begin with "module."
+        # [DP 3/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
         if args.checkpoint and rank == 0:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -79,15 +79,15 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    """nn.DataParallel calls each copy of the network in a new thread. This calls one after the other."""
+    """nn.DataParallel, but one thread calls all copies of the network. Their GPUs still work at the same time."""
 
     def parallel_apply(self, replicas, inputs, kwargs):
-        # [DP 4/4] In new threads, autocast loses its dtype (bf16 becomes float16), and cudnn.benchmark tries all
-        # algorithms again in each step. The GPUs work in parallel anyway: a call returns before its GPU is done.
+        # [DP 4/4] nn.DataParallel starts new threads in each step. They know neither autocast's dtype (so bf16
+        # becomes float16) nor cudnn.benchmark's choices. One is enough: calls return before their GPUs are done.
         outputs = []
-        for gpu, replica in enumerate(replicas):
+        for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs, strict=False):
             with torch.cuda.device(gpu):
-                outputs.append(replica(*inputs[gpu], **kwargs[gpu]))
+                outputs.append(replica(*images, **keywords))
         return outputs
 
 
@@ -111,11 +111,11 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, net, images, labels, augment):
+def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        outputs = net(images)
+        outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -135,7 +135,7 @@ def validate(args, loader, net):
 
 
 def metrics_from(train_sums, val_sums):
-    """Return the metrics, given the sums over all images. The highest val_accuracy marks the best weights."""
+    """Return the metrics, given the sums over all images. main() keeps the weights with the best val_accuracy."""
     train_loss, train_count = train_sums.tolist()
     val_loss, correct, count = val_sums.tolist()
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
@@ -179,17 +179,17 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics. Call it in every process."""
+    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
-            raise SystemExit(f"{args.checkpoint} is not a checkpoint ({type(error).__name__})") from None
-        free = "data_dir precision compile workers log_every checkpoint timeout device local_rank nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in free and v != getattr(args, k, None)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags: {other}")
+            raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
+            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     return epochs_done, metrics
@@ -214,7 +214,7 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, help="to resume from, written every epoch; best: CHECKPOINT.best")
+    add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():

@@ -231,5 +231,5 @@ def test_a_finished_run_prints_its_result_again_and_another_lr_or_epochs_is_refu
     assert dict(result(again), seconds=first["seconds"]) == first
     for flag, value, saved in ("--lr", "0.03", "{'lr': 0.02}"), ("--epochs", "3", "{'epochs': 2}"):
         refused = run(command("dp_train", *flags, flag, value))
-        assert refused.stderr == f"{tmp_path}/run.pt was written with other flags: {saved}\n"
+        assert refused.stderr == f"{tmp_path}/run.pt was written with other flags; use those: {saved}\n"
         assert refused.returncode != 0

@@ -154,7 +154,7 @@ def test_levels_train(backend, ddp, level):
 @needs_apex
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_first_step_that_overflows_under_apex_is_skipped(level, tmp_path):
-    change = ("amp.backward(loss, opt", "amp.backward(loss * (float('inf') if step == 1 else 1), opt")
+    change = ("amp.backward(loss)", "amp.backward(loss * (float('inf') if step == 1 else 1))")
     folder = edited(tmp_path / "edited", "apex_amp_train", change)
     path = tmp_path / "run.pt"
     finished = amp_run("--backend", "apex", "--opt-level", level, "--checkpoint", str(path), folder=folder)
