@@ -44,18 +44,18 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    # [DDP 3/8] Connect the processes. They now wait at most --timeout seconds for each other, so download before.
+    # [DDP 3/8] Connect the processes, after the download: from here on, each waits for others at most --timeout.
     settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
     dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
     # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
     if args.batch_size % world_size or args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be divisible by {world_size} and at most {len(train_set)}")
+        raise SystemExit(f"--batch-size must be divisible by {world_size} (processes), at most {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
+    if args.workers:  # keep workers between epochs: 3% faster; random numbers drawn in them differ after a resume
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
@@ -66,14 +66,14 @@ def main(args):
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] after .to(device), before DDP
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # amp is loaded first
+    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] after .to(device) and before DDP
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # amp before optimizer
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
     if args.ddp == "apex":
-        model = apex.parallel.DistributedDataParallel(net)
+        model = apex.parallel.DistributedDataParallel(net)  # why_not_apex() has imported apex
     else:
         model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     if args.compile:
@@ -88,11 +88,11 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, amp, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ: copy rank 0's. Then add up all sums.
+        # [DDP 7/8] DDP copies rank 0's BatchNorm statistics to all in each forward: do so after the last one, too.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
-        dist.all_reduce(train_sums)
+        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -135,18 +135,18 @@ class ApexAmp:
     def backward(self, loss):
         # [AMP 3/7] Small gradients become zero in float16, so multiply the loss by a scale and divide gradients by
         # it. An overflow on one GPU reaches all by DDP's average, so all skip that step and halve the scale.
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # at its end, it divides the gradients
             scaled_loss.backward()
 
     def clip(self, norm):
-        # [AMP 4/7] Clip what the optimizer uses, in O2 its float32 copies: their gradients are divided already.
+        # [AMP 4/7] The gradients are divided already. Clip those of the optimizer's weights: in O2, float32 copies.
         nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
     def step(self):
-        self.optimizer.step()
+        self.optimizer.step()  # does nothing after an overflow
 
     def state_dict(self):
-        # [AMP 5/7] Apex's state_dict holds only the scale. Save the float32 copies of O2, too.
+        # [AMP 5/7] Apex saves only the scale. Save the optimizer's weights, too: in O2 they are float32 copies.
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -158,7 +158,7 @@ class ApexAmp:
 
 
 class TorchAmp:
-    """The same calls in PyTorch itself."""
+    """The same methods with PyTorch's own calls. Its autocast is in compute_loss()."""
 
     def __init__(self, opt_level, device):
         self.opt_level = opt_level
@@ -171,7 +171,7 @@ class TorchAmp:
         if self.opt_level == "O3":
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
-        # [AMP 6/7] If the first step is skipped, fused SGD goes on with uninitialised momentum: start with zeros.
+        # [AMP 6/7] If an overflow skips the first step, fused SGD's momentum is uninitialised: start with zeros.
         if isinstance(optimizer, torch.optim.SGD):
             for weight in net.parameters():
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -210,7 +210,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule: over all steps, OneCycleLR changes the learning rate and the momentum."""
+    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -219,7 +219,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 7/7] In O1, autocast runs operations in float16 if that is safe. Apex has patched them for this instead.
+    # [AMP 7/7] In O1, run operations in float16 if that is safe. Apex has patched the operations instead.
     with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
@@ -259,7 +259,7 @@ def train_epoch(args, epoch, loader, model, amp, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        model.zero_grad()  # in O2, Apex's optimizer.zero_grad() fails on gradients that lie in DDP's buffers
+        model.zero_grad()  # in O2, Apex's optimizer.zero_grad() fails on gradients in DDP's buffers
         amp.backward(loss)
         if args.clip_grad:
             amp.clip(args.clip_grad)
@@ -345,9 +345,9 @@ def parse_args(argv=None):
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
     reason = why_not_apex(args.device)
+    args.backend = args.backend or ("torch" if reason and args.opt_level != "O2" else "apex")
     if reason and "apex" in (args.backend, args.ddp):
         parser.error(f"{reason}; see README, or use --backend torch --ddp torch")
-    args.backend = args.backend or ("torch" if reason else "apex")
     args.precision = f"{args.opt_level} by {args.backend}"
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1")

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py
     torchrun --nnodes=2 --node-rank=0 --nproc-per-node=gpu --master-addr=FIRST_MACHINE ddp_launch_train.py
 
-torchrun starts the processes. The second command is for two machines; the other one takes --node-rank=1.
+torchrun starts the processes. On two machines, run the second command on both, with --node-rank=1 on one.
 Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
 gradients of all processes, so all copies keep the same weights. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
 """
@@ -42,18 +42,18 @@ def main(args):
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    # [DDP 3/8] Connect the processes. They now wait at most --timeout seconds for each other, so download before.
+    # [DDP 3/8] Connect the processes, after the download: from here on, each waits for others at most --timeout.
     settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
     dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
 
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
     # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
     if args.batch_size % world_size or args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be divisible by {world_size} and at most {len(train_set)}")
+        raise SystemExit(f"--batch-size must be divisible by {world_size} (processes), at most {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
+    if args.workers:  # keep workers between epochs: 3% faster; random numbers drawn in them differ after a resume
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
@@ -68,7 +68,7 @@ def main(args):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # 15% faster: DDP need not copy gradients
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # gradients in DDP's buffers: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -81,11 +81,11 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ: copy rank 0's. Then add up all sums.
+        # [DDP 7/8] DDP copies rank 0's BatchNorm statistics to all in each forward: do so after the last one, too.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
-        dist.all_reduce(train_sums)
+        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -123,7 +123,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule: over all steps, OneCycleLR changes the learning rate and the momentum."""
+    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -172,7 +172,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # also combines the gradients of all GPUs
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()

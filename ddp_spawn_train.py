@@ -27,12 +27,12 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on loopback only
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # connect through loopback only
     try:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
+            torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)  # main(rank, args, folder)
             return torch.load(f"{folder}/0")  # rank 0's metrics
-    except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, unless it was killed
+    except torch.multiprocessing.ProcessExitedException as error:  # that process printed why, unless killed
         raise SystemExit(f"{error}") from None
     finally:
         for process in torch.multiprocessing.active_children():  # those that are left after Ctrl-C
@@ -52,7 +52,7 @@ def main(rank, args, folder):
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    # [DDP 3/8] Connect the processes. They now wait at most --timeout seconds for each other, so download before.
+    # [DDP 3/8] Connect the processes, after the download: from here on, each waits for others at most --timeout.
     settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
     settings |= dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # needs no free port
     dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
@@ -60,11 +60,11 @@ def main(rank, args, folder):
     # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
     # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
     if args.batch_size % world_size or args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be divisible by {world_size} and at most {len(train_set)}")
+        raise SystemExit(f"--batch-size must be divisible by {world_size} (processes), at most {len(train_set)}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     test_share = Subset(test_set, range(rank, len(test_set), world_size))
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
+    if args.workers:  # keep workers between epochs: 3% faster; random numbers drawn in them differ after a resume
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_share, **loading)
@@ -79,7 +79,7 @@ def main(rank, args, folder):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # 15% faster: DDP need not copy gradients
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # gradients in DDP's buffers: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -92,11 +92,11 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ: copy rank 0's. Then add up all sums.
+        # [DDP 7/8] DDP copies rank 0's BatchNorm statistics to all in each forward: do so after the last one, too.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
-        dist.all_reduce(train_sums)
+        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -135,7 +135,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule: over all steps, OneCycleLR changes the learning rate and the momentum."""
+    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -184,7 +184,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # also combines the gradients of all GPUs
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()

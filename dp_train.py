@@ -2,9 +2,9 @@
 
     python dp_train.py
 
-In every step, DataParallel copies the network to all GPUs and gives each its share of the batch. The outputs are
-gathered on the first GPU for the mean loss of the whole batch, so backward() adds up the gradients there. [DP 1/4]
-to [DP 4/4] mark what it adds to a program for one GPU. ddp_launch_train.py is faster: prefer it.
+In every step, DataParallel copies the network from GPU 0 to all GPUs, splits the batch, and gathers the outputs on
+GPU 0. backward() adds up the gradients of all copies on GPU 0, where the weights are updated. [DP 1/4] to [DP 4/4]
+mark what DataParallel adds to a program for one GPU. ddp_launch_train.py is faster: prefer it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import common
 
 def main(args):
     # [DP 1/4] One process uses all visible GPUs. Batches, outputs, loss and optimizer are on the first one, GPU 0.
-    rank, local_rank, world_size = 0, 0, 1  # the only process. This keeps the lines below as in the DDP scripts
+    rank, local_rank, world_size = 0, 0, 1  # not needed here; they keep the diff with ddp_launch_train.py short
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -33,7 +33,7 @@ def main(args):
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    if args.workers:  # keep them between epochs: 3% faster; if they draw random numbers, a resume draws others
+    if args.workers:  # keep workers between epochs: 3% faster; random numbers drawn in them differ after a resume
         loading |= dict(persistent_workers=True, multiprocessing_context="fork")
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -44,8 +44,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network in a variant of nn.DataParallel: see [DP 4/4]. The statistics that BatchNorm keeps
-    # for validation are those of GPU 0's share. `net` is still the network inside; validation runs it on GPU 0.
+    # [DP 2/4] Wrap the network. The class below is nn.DataParallel, cured of two faults. BatchNorm's running
+    # statistics see GPU 0's share of each batch only. `net` is still the network inside the wrapper.
     gpus = torch.cuda.device_count() if cuda else 0
     model = DataParallelWithoutThreads(net) if gpus > 1 else net
     if args.compile:
@@ -57,7 +57,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # unlike `model`, `net` needs no other process or GPU
+        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -82,8 +82,8 @@ class DataParallelWithoutThreads(nn.DataParallel):
     """nn.DataParallel, but one thread calls all copies of the network. Their GPUs still work at the same time."""
 
     def parallel_apply(self, replicas, inputs, kwargs):
-        # [DP 4/4] nn.DataParallel starts new threads in each step. They know neither autocast's dtype (so bf16
-        # becomes float16) nor cudnn.benchmark's choices. One is enough: calls return before their GPUs are done.
+        # [DP 4/4] nn.DataParallel starts new threads in each step. They forget autocast's dtype (bf16 becomes
+        # float16) and repeat cudnn.benchmark's search. One thread is enough: calls return before a GPU is done.
         outputs = []
         for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs, strict=False):
             with torch.cuda.device(gpu):
@@ -105,7 +105,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule: over all steps, OneCycleLR changes the learning rate and the momentum."""
+    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -154,7 +154,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # also combines the gradients of all GPUs
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()

@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_run
     for other in dict(opt_level="O3"), dict(backend="apex"):
         torch.save(saved | dict(flags=saved["flags"] | other), tmp_path / "run.pt")
         arguments = command("apex_amp_train", *TINY, "--epochs", "3", "--checkpoint", "run.pt", nproc=1)
-        assert run(arguments, cwd=tmp_path).stderr == f"run.pt was written with other flags; use those: {other}\n"
+        assert run(arguments, cwd=tmp_path).stderr.endswith(f"was written with other flags; use those: {other}\n")
 
 
 @pytest.mark.parametrize("optimizer", [SGD, "AdamW(net.parameters(), lr"])

@@ -49,6 +49,7 @@ def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, 
     finished, top = first_runs(script)
     found, alone = result(finished), script == "dp_train"
     flags = re.findall(r'\n    add\("--([a-z-]+)"', (ROOT / f"{script}.py").read_text())
+    flags += ["precision"] * (script == "apex_amp_train")  # made of two flags
     assert list(found) == ["script", *(flag.replace("-", "_") for flag in flags), *FOUND]
     how = "O1 by torch" if script == "apex_amp_train" else "fp32"
     agreed = rf"resnet18, {how}: 0 of 3 epochs are done\nrank 0: process \d+ on {'0 GPUs' if alone else 'cpu'}\n"
@@ -60,7 +61,7 @@ def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, 
     rest, others = re.subn(r"rank 1: process \d+ on cpu\n", "", finished.stdout)
     assert re.fullmatch(agreed, rest) and others == (not alone), finished.stdout
     losses = [float(loss) for loss in re.findall(r"train_loss (\S+)", finished.stdout)]
-    assert losses[2] < losses[0] and found["train_loss"] == pytest.approx(losses[2], rel=1e-4)
+    assert losses[2] < losses[0] - 0.2 and found["train_loss"] == pytest.approx(losses[2], rel=1e-4)
     steps = step_losses(finished)
     assert not alone or losses == [pytest.approx(sum(steps[i : i + 5]) / 5, rel=1e-4) for i in (0, 5, 10)]
     assert {path.name for path in top.iterdir()} == {"project with a space", "run.pt", "run.pt.best"}
@@ -161,7 +162,6 @@ def test_bf16_by_the_old_launcher_starts_with_nearly_the_losses_of_fp32(first_ru
     arguments = command("ddp_launch_train", *CPU, "--epochs", "1", "--precision", "bf16")
     arguments[2] = "torch.distributed.launch"
     finished = run(arguments)
-    assert result(finished)["local_rank"] == "0"  # which this launcher passes as a flag
     bf16, fp32 = step_losses(finished)[0], step_losses(first_runs("ddp_launch_train")[0])[0]
     assert bf16 != fp32 and bf16 == pytest.approx(fp32, rel=0.02)
 
@@ -201,8 +201,8 @@ def build_network(args):
 def build_optimizer(args, net, total_steps):
     optimizer = torch.optim.AdamW([dict(params=net[0].parameters()), dict(params=net[3].parameters(), lr=0.01)])
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps)
-def compute_loss(args, net, points, labels, augment):
-    outputs = net(points)
+def compute_loss(args, model, points, labels, augment):
+    outputs = model(points)
     return F.cross_entropy(outputs, labels), outputs
 def validate(args, loader, net):
     sums, net = torch.zeros(4, dtype=torch.float64), net.eval()

@@ -18,7 +18,7 @@ dp | --device cuda | there is no GPU; use --device cpu
 launch, spawn, apex | --device cuda | fewer GPUs than processes; start one process per GPU, or use --device cpu
 python launch, python apex, RANK=0 python launch, RANK=0 python apex | | start this script with torchrun: torchrun
 torchrun dp, torchrun spawn | | start this script without torchrun: python
-launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by 2 and at most 61
+launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by 2 (processes), at most 61
 dp, launch, spawn | --batch-size 62 | at most 61
 dp, launch, spawn | --data-dir none | ; put cifar-10-python.tar.gz into none, or use --synthetic
 apex | --data-dir archive | ; put cifar-10-python.tar.gz into archive, or use --synthetic
@@ -85,7 +85,7 @@ def test_one_sentence(start, flags, sentence, folder):
 def test_torchrun_shows_the_sentence_of_the_process():
     finished = run(command("ddp_launch_train", *ONE, "--batch-size", "13"), real=True)
     assert finished.returncode == 1 and "RESULT" not in finished.stdout
-    assert "--batch-size must be divisible by 2 and at most 61\n" in finished.stderr
+    assert "--batch-size must be divisible by 2 (processes), at most 61\n" in finished.stderr
     assert 'ddp_launch_train.py", line' not in finished.stderr  # no traceback but torchrun's own
 
 
