@@ -139,7 +139,7 @@ class ApexAmp:
             scaled_loss.backward()
 
     def clip(self, norm):
-        # [AMP 4/7] The gradients are divided already. Clip those of the optimizer's weights: in O2, float32 copies.
+        # [AMP 4/7] The gradients are divided by now. Clip those of the optimizer's weights: in O2, float32 copies.
         nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
     def step(self):

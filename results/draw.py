@@ -3,7 +3,7 @@
     pip install matplotlib
     python results/draw.py results/2026-11-21-h200
 
-reads weak.txt, strong.txt and accuracy.txt in that folder, as far as they are there. It writes scaling.svg (images/s
+reads weak.txt, strong.txt and accuracy.txt in that folder, if they are there. It writes scaling.svg (images/s
 over the number of GPUs, with the line of perfect scaling) and accuracy.svg (test accuracy over training seconds).
 From profile.json.gz, a trace of a DDP script, it draws profile.svg: when a step computes and when it averages
 gradients.

@@ -79,13 +79,6 @@ def test_prepare_normalises_resizes_and_shifts_and_flips_each_image_on_its_own()
     torch.testing.assert_close(common.prepare(square, 20), ((square / 255 - mean) / std).permute(0, 3, 1, 2))
 
 
-def test_the_first_layers_follow_the_image_size():
-    for size, kernel in (64, 3), (65, 7):
-        net = common.build_resnet("resnet18", size)
-        assert net.conv1.kernel_size == (kernel, kernel) and net(torch.zeros(2, 3, size, size)).shape == (2, 10)
-        assert net.conv1.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_weights_from_freeze_backbone_load_into_a_normal_network(tmp_path):
     net, images = common.build_resnet("resnet18", 32, freeze_backbone=True), torch.randn(4, 3, 32, 32)
     torch.save(net.state_dict(), tmp_path / "run.pt.best")

@@ -85,18 +85,6 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(script, start):
     wait_until_gone(pids)  # and with a process its memory on the GPU
 
 
-@pytest.mark.parametrize("script", SCRIPTS[:3])
-def test_a_killed_process_ends_the_others_and_the_run_goes_on(script, tmp_path, start):
-    flags = [*ON_GPU, "--limit", "600", "--epochs", "3", "--checkpoint", str(tmp_path / "run.pt")]
-    running = start(command(script, *flags))
-    pids = running.pids(1 if script == "dp_train" else 2)
-    running.wait_for("epoch 2 step 30")
-    os.kill(pids[-1], signal.SIGKILL)
-    wait_until_gone(pids)
-    again = run(command(script, *flags))
-    assert "1 of 3 epochs are done" in again.stdout and result(again)["epochs"] == 3
-
-
 def amp_run(*flags, **kwargs):
     return run(command("apex_amp_train", *ON_GPU, *flags, **kwargs), CUBLAS_WORKSPACE_CONFIG=":4096:8")
 

@@ -107,17 +107,6 @@ def test_two_machines_that_know_their_names_need_one_command(machines, start, fi
     end_as_on_one_machine([start(machine.command(arguments)) for machine in machines], first_runs)
 
 
-def test_two_machines_with_addresses_alone(machines, start, first_runs):
-    # As Debian and Ubuntu install them: each has its own name at 127.0.1.1, and does not know the other's name.
-    # gloo tells the others the address of its machine's name, so it must be given the network card.
-    runs = []
-    for rank, machine in enumerate(machines):
-        (machine.files / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {machine.name}\n")
-        arguments = torchrun(f"--node-rank={rank}", f"--master-addr={machines[0].address}", "--master-port=29500")
-        runs.append(start(machine.command(arguments, GLOO_SOCKET_IFNAME="eth0")))
-    end_as_on_one_machine(runs, first_runs)
-
-
 def test_a_cut_cable_ends_both_machines_and_the_same_commands_resume(machines, start, first_runs, tmp_path):
     flags = [*FLAGS, "--checkpoint", str(tmp_path / "run.pt"), "--timeout", "10"]
     first = ["--master-addr=one", "--master-port=29500"]

@@ -5,7 +5,6 @@ import json
 import re
 import runpy
 import shutil
-import socket
 import sys
 
 import pytest
@@ -89,17 +88,6 @@ def test_best_weights_loaded_as_readme_says_are_as_good_again(script, first_runs
     assert (loss, *both) == pytest.approx((*best, best[1]), rel=0.02)  # float16 rounds
 
 
-def test_the_best_epoch_need_not_be_the_last(tmp_path):
-    falls = ("val_accuracy=correct / count", "val_accuracy=train_loss / train_count")
-    folder = edited(tmp_path / "project", "dp_train", falls)
-    finished = run(
-        command("dp_train", *TINY, "--epochs", "2", "--checkpoint", f"{tmp_path}/run.pt", folder=folder)
-    )
-    first, second = re.findall(r"train_loss (\S+) val_loss (\S+) .* best_accuracy (\S+)", finished.stdout)
-    assert first[0] == first[2] == second[2] > second[0]
-    assert best_of(folder / "dp_train.py", tmp_path)[0] == pytest.approx(float(first[1]), rel=1e-4)
-
-
 @pytest.mark.parametrize("script", ["dp_train", "apex_amp_train"])
 def test_a_killed_run_resumes_and_ends_like_an_unbroken_one(script, first_runs, tmp_path):
     # With data-loading processes, as by default; the unbroken run has none.
@@ -164,17 +152,6 @@ def test_bf16_by_the_old_launcher_starts_with_nearly_the_losses_of_fp32(first_ru
     finished = run(arguments)
     bf16, fp32 = step_losses(finished)[0], step_losses(first_runs("ddp_launch_train")[0])[0]
     assert bf16 != fp32 and bf16 == pytest.approx(fp32, rel=0.02)
-
-
-def test_two_launchers_as_on_two_machines_train_like_one(start, first_runs):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={server.getsockname()[1]}"]
-    words = command("ddp_launch_train", *CPU, "--epochs", "3", nproc=1)
-    machines = [start([*words[:3], *options, f"--node-rank={rank}", *words[4:]]) for rank in (0, 1)]
-    assert [machine.process.wait(timeout=120) for machine in machines] == [0, 0]
-    logs = machines[0].log.read_text() + machines[1].log.read_text()
-    [expected] = re.findall('"world_size": .*"images', first_runs("ddp_launch_train")[0].stdout)
-    assert re.findall('"world_size": .*"images', logs) == [expected]
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
