@@ -85,10 +85,6 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(script, start):
     wait_until_gone(pids)  # and with a process its memory on the GPU
 
 
-def amp_run(*flags, **kwargs):
-    return run(command("apex_amp_train", *ON_GPU, *flags, **kwargs), CUBLAS_WORKSPACE_CONFIG=":4096:8")
-
-
 AMP = [("torch", "torch", level) for level in ("O0", "O1", "O3")]
 for ddp in "torch", "apex":
     AMP += [pytest.param("apex", ddp, level, marks=needs_apex) for level in ("O0", "O1", "O2", "O3")]
@@ -97,7 +93,7 @@ for ddp in "torch", "apex":
 @pytest.mark.parametrize(("backend", "ddp", "level"), AMP)
 def test_levels_train(backend, ddp, level):
     flags = ["--backend", backend, "--ddp", ddp, "--opt-level", level, "--epochs", "3", "--clip-grad", "5"]
-    finished = amp_run(*flags)
+    finished = run(command("apex_amp_train", *ON_GPU, *flags))
     found = result(finished)
     assert (found["backend"], found["ddp"], found["opt_level"], found["gpus"]) == (backend, ddp, level, 2)
     assert found["train_loss"] < 2.5 and not re.search("UserWarning|FutureWarning", finished.stderr)
@@ -111,9 +107,9 @@ def test_a_resumed_run_goes_on_where_it_was(backend, ddp, level, tmp_path):
     folder = edited(tmp_path / "edited", "apex_amp_train", EXACT, (line, line + keep))
     flags = ["--backend", backend, "--opt-level", level, "--epochs", "2", "--checkpoint"]
     a, b = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
-    unbroken = result(amp_run(*flags, a, folder=folder))
+    unbroken = result(run(command("apex_amp_train", *ON_GPU, *flags, a, folder=folder)))
     shutil.copy(f"{a}.1", b)
-    resumed = amp_run(*flags, b, folder=folder)
+    resumed = run(command("apex_amp_train", *ON_GPU, *flags, b, folder=folder))
     assert "1 of 2 epochs are done" in resumed.stdout
     assert [result(resumed)[key] for key in METRICS] == pytest.approx([unbroken[key] for key in METRICS], rel=1e-3)
     after, before = (torch.load(path, weights_only=True) for path in (a, b))
