@@ -52,7 +52,7 @@ def begin(script, flags, log):
     words = command(script, *flags)[1:]
     nproc, words = (2, words[4:]) if words[0] == "-m" else (0, words)
     log.touch()
-    process = fork.Process(target=be_python, args=(*words[:1], words[1:], nproc, dict(os.environ), ROOT, log, log))
+    process = fork.Process(target=be_python, args=(words[0], words[1:], nproc, dict(os.environ), ROOT, log, log))
     process.start()
     return process
 

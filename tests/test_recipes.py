@@ -21,6 +21,7 @@ KILL = ("epoch, rank)\n", "epoch, rank) if rank or epoch < args.epochs else os.k
 
 
 def step_losses(finished):
+    result(finished)
     return [float(loss) for loss in re.findall(r"step \d+/\d+ loss (?:of rank 0: )?(\S+)", finished.stdout)]
 
 
@@ -47,9 +48,8 @@ def best_of(path, top):
 def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, first_runs):
     finished, top = first_runs(script)
     found, alone = result(finished), script == "dp_train"
-    flags = re.findall(r'\n    add\("--([a-z-]+)"', (ROOT / f"{script}.py").read_text())
-    flags += ["precision"] * (script == "apex_amp_train")  # made of two flags
-    assert list(found) == ["script", *(flag.replace("-", "_") for flag in flags), *FOUND]
+    flags = re.findall(r'\n    add\("__(\w+)"', (ROOT / f"{script}.py").read_text().replace("-", "_"))
+    assert list(found) == ["script", *flags, *["precision"] * (script == "apex_amp_train"), *FOUND]
     how = "O1 by torch" if script == "apex_amp_train" else "fp32"
     agreed = rf"resnet18, {how}: 0 of 3 epochs are done\nrank 0: process \d+ on {'0 GPUs' if alone else 'cpu'}\n"
     for epoch in 1, 2, 3:
