@@ -105,9 +105,9 @@ def setup_for_distributed(is_master):
     """Silence print() except in the main process; print(..., force=True) and print(..., file=f) always print."""
     original = builtins.print
 
-    def print(*args, force=False, file=None, **kwargs):
-        if is_master or force or file not in (None, sys.stdout):
-            original(*args, file=file, **kwargs)
+    def print(*args, sep=" ", end="\n", force=False, file=None, **kwargs):
+        if is_master or force or file not in (None, sys.stdout):  # in one piece, so that lines do not mix
+            original(sep.join(map(str, args)) + end, end="", file=file, **kwargs)
 
     builtins.print = print
 
