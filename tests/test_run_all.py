@@ -39,7 +39,7 @@ def test_the_demonstration_learns_and_a_failure_is_in_the_table(folder):
         path = folder / f"{script}.py"
         text, heading, end = path.read_text().rpartition('if __name__ == "__main__":\n')
         path.write_text(f"{text}{heading}{line}" + (end if "spawn" in script else ""))
-    finished = run_all(folder, "--limit", "320")
+    finished = run_all(folder)
     assert finished.returncode == 1, finished.stderr
     lines = [line for line in finished.stdout.splitlines() if "|" in line]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
