@@ -1,12 +1,10 @@
 """Train a ResNet on CIFAR-10 in mixed precision with DDP: by NVIDIA Apex, or by PyTorch itself (torch.amp).
 
-    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --opt-level O1
+    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-    O0  float32, convolutions in TF32     O2  float16 weights with float32 copies (Apex only)
-    O1  float16 where it is safe          O3  float16 throughout, without a loss scale
-
-Apex's amp is deprecated, and tag 25.04 is the last with it. New programs should use --backend torch, or bfloat16
-as in ddp_launch_train.py if the GPU has it. [AMP 1/7] to [AMP 7/7] mark what float16 adds to that script.
+O0 computes in float32, O1 in float16 where it is safe, O3 in float16 throughout; O2 (Apex only) is O3 with float32
+copies of the weights for the optimizer. float16 is faster, but small gradients become zero in it. Apex's amp is
+deprecated, and tag 25.04 is the last with it. [AMP 1/7] to [AMP 7/7] mark what is added to ddp_launch_train.py.
 """
 
 import argparse
@@ -15,17 +13,21 @@ import json
 import math
 import os
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
+
+try:
+    import apex.amp
+    import apex.parallel
+except Exception:  # not installed, newer than 25.04 (which removed both), or another package of that name
+    apex = None
 
 
 @record  # if a process fails, torchrun shows its traceback
@@ -42,41 +44,38 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)
+    train_set, test_set = load_data(args)  # a download may take longer than --timeout, so do it first
 
-    # [DDP 3/8] Connect the processes, after the download: from here on, each waits for others at most --timeout.
-    settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
-    dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
+    # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
+    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
-    # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
-    if args.batch_size % world_size or args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be divisible by {world_size} (processes), at most {len(train_set)}")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    test_share = Subset(test_set, range(rank, len(test_set), world_size))
+    # [DDP 4/8] Each process reads its own share of the images.
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep workers between epochs: 3% faster. They have random numbers of their own, which a resume starts anew.
-    loading |= dict(persistent_workers=args.workers > 0, multiprocessing_context="fork" if args.workers else None)
-    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)
+    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    test_loader = DataLoader(test_share, **loading)
+    test_loader = DataLoader(test_set, **loading)
+    if len(train_loader) == 0:
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
-    amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, device)
+    amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
     net = build_network(args).to(device)
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] after .to(device) and before DDP
+    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] after to(device), before DDP
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # amp before optimizer
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    if args.ddp == "apex":
-        model = apex.parallel.DistributedDataParallel(net)  # why_not_apex() has imported apex
-    else:
-        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    model = amp.wrap(net)
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -87,13 +86,13 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, seconds = train_epoch(args, epoch, train_loader, model, amp, optimizer, scheduler)
+        train_sums, seconds = train_epoch(args, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies rank 0's BatchNorm statistics to all in each forward: do so after the last one, too.
+        # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+            dist.broadcast(buffer, src=0)  # all validate with rank 0's BatchNorm statistics
+        val_sums = validate(args, amp, test_loader, net)  # the wrapper is for training only
+        dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -109,44 +108,48 @@ def main(args):
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args), gpus=world_size * cuda, world_size=world_size)
-    print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
-    if cuda:
-        print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
+    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
+    result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
+    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
 
 class ApexAmp:
-    """Mixed precision by NVIDIA Apex. TorchAmp, below, has the same methods with the calls of PyTorch."""
+    """Mixed precision by NVIDIA Apex. TorchAmp, below, does the same with PyTorch's own calls."""
 
     def __init__(self, opt_level):
         self.opt_level = opt_level
-        warnings.filterwarnings("ignore", module="apex")  # Apex and some of what it calls are deprecated
-        warnings.filterwarnings("ignore", "Seems like .optimizer|Detected call of .lr_sch")  # Apex replaces step()
 
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
     def initialize(self, net, optimizer):
-        # [AMP 2/7] In O2 and O3, Apex casts the network to float16. In O1, it patches PyTorch's functions.
+        # [AMP 2/7] In O1, Apex patches PyTorch's functions. In O2 and O3, it casts the network to float16.
         self.optimizer = optimizer
         return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
 
+    def wrap(self, net):
+        return apex.parallel.DistributedDataParallel(net)
+
+    def autocast(self):
+        return torch.autocast("cuda", enabled=False)  # not needed: initialize() has patched PyTorch's functions
+
     def backward(self, loss):
-        # [AMP 3/7] Small gradients become zero in float16, so multiply the loss by a scale and divide gradients by
-        # it. An overflow on one GPU reaches all by DDP's average, so all skip that step and halve the scale.
+        # [AMP 3/7] In float16, small gradients become zero. So multiply the loss by a large scale, and divide the
+        # gradients by it afterwards. Where they overflow, all processes skip the step and halve the scale.
         with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # at its end, it divides the gradients
             scaled_loss.backward()
 
     def clip(self, norm):
-        # [AMP 4/7] The gradients are divided by now. Clip those of the optimizer's weights: in O2, float32 copies.
+        # [AMP 4/7] Clip after the gradients are divided. In O2, these are the gradients of the float32 copies.
         nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
     def step(self):
         self.optimizer.step()  # does nothing after an overflow
 
     def state_dict(self):
-        # [AMP 5/7] Apex saves only the scale. Save the optimizer's weights, too: in O2 they are float32 copies.
+        # [AMP 5/7] Save the scale, and the optimizer's weights as well: in O2 they are float32 copies.
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -158,11 +161,11 @@ class ApexAmp:
 
 
 class TorchAmp:
-    """The same methods with PyTorch's own calls. Its autocast is in compute_loss()."""
+    """Mixed precision by PyTorch. The methods are those of ApexAmp."""
 
     def __init__(self, opt_level, device):
-        self.opt_level = opt_level
-        self.scaler = torch.amp.GradScaler(device.type, enabled=opt_level == "O1")
+        self.opt_level, self.device = opt_level, device
+        self.scaler = torch.amp.GradScaler(device, enabled=opt_level == "O1")
 
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -178,16 +181,23 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         return net, optimizer
 
+    def wrap(self, net):
+        return nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+
+    def autocast(self):
+        # [AMP 7/7] In O1, run in float16 what is safe in it: convolutions and matrix products, but not a softmax.
+        return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
+
     def backward(self, loss):
-        self.scaler.scale(loss).backward()  # multiply the loss
+        self.scaler.scale(loss).backward()  # multiplies the loss
 
     def clip(self, norm):
-        self.scaler.unscale_(self.optimizer)  # divide the gradients before they are clipped
+        self.scaler.unscale_(self.optimizer)  # divides the gradients
         nn.utils.clip_grad_norm_(self.net.parameters(), norm)
 
     def step(self):
-        self.scaler.step(self.optimizer)  # divide the gradients unless clip() did; skip the step after an overflow
-        self.scaler.update()  # halve the scale after an overflow, double it after 2,000 good steps
+        self.scaler.step(self.optimizer)  # divides the gradients unless clip() did; no step after an overflow
+        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 good steps
 
     def state_dict(self):
         return self.scaler.state_dict()
@@ -216,16 +226,15 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, model, images, labels, augment):
+def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 7/7] In O1, run operations in float16 if that is safe. Apex has patched the operations instead.
-    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
+    with amp.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, loader, net):
+def validate(args, amp, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
@@ -233,7 +242,7 @@ def validate(args, loader, net):
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -250,7 +259,7 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, epoch, loader, model, amp, optimizer, scheduler):
+def train_epoch(args, amp, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
     model.train()
     device = next(model.parameters()).device
@@ -258,8 +267,8 @@ def train_epoch(args, epoch, loader, model, amp, optimizer, scheduler):
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
-        model.zero_grad()  # in O2, Apex's optimizer.zero_grad() fails on gradients in DDP's buffers
+        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
+        optimizer.zero_grad()
         amp.backward(loss)
         if args.clip_grad:
             amp.clip(args.clip_grad)
@@ -285,7 +294,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics. Call it in every process."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -293,9 +302,10 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        for name, value in flags.items():
+            if name not in may_differ and value != getattr(args, name, value):
+                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
@@ -320,8 +330,7 @@ def parse_args(argv=None):
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
-    add("--backend", choices=["apex", "torch"], help="whose mixed precision (default: apex if it is usable)")
-    add("--ddp", choices=["torch", "apex"], default="torch", help="whose DistributedDataParallel (default: torch)")
+    add("--backend", choices=["apex", "torch"], default="torch", help="NVIDIA Apex or PyTorch (default: torch)")
     add("--sync-bn", action="store_true", help="compute BatchNorm over the whole batch, not over each GPU's share")
     add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
@@ -344,27 +353,12 @@ def parse_args(argv=None):
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
-    reason = why_not_apex(args.device)
-    args.backend = args.backend or ("torch" if reason and args.opt_level != "O2" else "apex")
-    if reason and "apex" in (args.backend, args.ddp):
-        parser.error(f"{reason}; see README, or use --backend torch --ddp torch")
-    args.precision = f"{args.opt_level} by {args.backend}"
+    if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
+        parser.error("--backend apex needs NVIDIA Apex 25.04 (see README) and a GPU, and takes no --compile")
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1")
-    if args.compile and "apex" in (args.backend, args.ddp):
-        parser.error("--compile does not work with Apex; use --backend torch --ddp torch")
+    args.precision = f"{args.opt_level} by {args.backend}"
     return args
-
-
-def why_not_apex(device):
-    """Import NVIDIA Apex. Return None, or the reason why it cannot be used."""
-    global apex
-    try:
-        import apex.amp
-        import apex.parallel
-    except Exception as error:  # not installed, newer than tag 25.04, or another package of that name
-        return f"NVIDIA Apex 25.04 cannot be imported ({error})"
-    return None if device == "cuda" else "NVIDIA Apex needs a GPU"
 
 
 if __name__ == "__main__":

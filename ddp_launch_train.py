@@ -1,9 +1,7 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py
-    torchrun --nnodes=2 --node-rank=0 --nproc-per-node=gpu --master-addr=FIRST_MACHINE ddp_launch_train.py
 
-torchrun starts the processes. On two machines, run the second command on both, with --node-rank=1 on one.
 Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
 gradients of all processes, so all copies keep the same weights. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
 """
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -40,24 +37,24 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)
+    train_set, test_set = load_data(args)  # a download may take longer than --timeout, so do it first
 
-    # [DDP 3/8] Connect the processes, after the download: from here on, each waits for others at most --timeout.
-    settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
-    dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
+    # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
+    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
-    # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
-    if args.batch_size % world_size or args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be divisible by {world_size} (processes), at most {len(train_set)}")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    test_share = Subset(test_set, range(rank, len(test_set), world_size))
+    # [DDP 4/8] Each process reads its own share of the images.
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep workers between epochs: 3% faster. They have random numbers of their own, which a resume starts anew.
-    loading |= dict(persistent_workers=args.workers > 0, multiprocessing_context="fork" if args.workers else None)
-    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)
+    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    test_loader = DataLoader(test_share, **loading)
+    test_loader = DataLoader(test_set, **loading)
+    if len(train_loader) == 0:
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     net = build_network(args).to(device)
@@ -69,7 +66,7 @@ def main(args):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # gradients in DDP's buffers: 15% faster
+    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)  # the option: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -82,11 +79,11 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies rank 0's BatchNorm statistics to all in each forward: do so after the last one, too.
+        # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+            dist.broadcast(buffer, src=0)  # all validate with rank 0's BatchNorm statistics
+        val_sums = validate(args, test_loader, net)  # the wrapper is for training only
+        dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -102,10 +99,10 @@ def main(args):
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args), gpus=world_size * cuda, world_size=world_size)
-    print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
-    if cuda:
-        print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
+    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
+    result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
+    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
 
@@ -197,7 +194,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics. Call it in every process."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -205,9 +202,10 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        for name, value in flags.items():
+            if name not in may_differ and value != getattr(args, name, value):
+                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()

@@ -11,6 +11,7 @@ import datetime
 import json
 import math
 import os
+import signal
 import tempfile
 import time
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -27,20 +27,18 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # connect through loopback only
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)  # main(rank, args, folder)
-            return torch.load(f"{folder}/0")  # rank 0's metrics
-    except torch.multiprocessing.ProcessExitedException as error:  # that process printed why, unless killed
-        raise SystemExit(f"{error}") from None
-    finally:
-        for process in torch.multiprocessing.active_children():  # those that are left after Ctrl-C
-            process.terminate()
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
+    with tempfile.TemporaryDirectory() as folder:
+        # [DDP 1/8] Start the processes. Each calls main(rank, args, folder), with rank 0, 1, 2, ...
+        try:
+            torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
+        except torch.multiprocessing.ProcessExitedException as error:  # that process has printed why
+            raise SystemExit(f"{error}") from None
+        return torch.load(f"{folder}/metrics")
 
 
 def main(rank, args, folder):
-    # [DDP 1/8] launch() starts this function once per GPU; rank is the index of the process: 0, 1, 2, ...
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process even while it waits for another one
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
@@ -50,25 +48,25 @@ def main(rank, args, folder):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)
+    train_set, test_set = load_data(args)  # a download may take longer than --timeout, so do it first
 
-    # [DDP 3/8] Connect the processes, after the download: from here on, each waits for others at most --timeout.
-    settings = dict(timeout=datetime.timedelta(seconds=args.timeout), device_id=device if cuda else None)
-    settings |= dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # needs no free port
-    dist.init_process_group("nccl" if cuda else "gloo", **settings)  # NCCL connects GPUs, gloo CPUs
+    # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
+    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
+    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # a file, so no free port
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
-    # [DDP 4/8] Each process reads its own share of the images. DistributedSampler shuffles the training set and
-    # splits it evenly, dropping the few images left over. Subset deals out all test images, each exactly once.
-    if args.batch_size % world_size or args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be divisible by {world_size} (processes), at most {len(train_set)}")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
-    test_share = Subset(test_set, range(rank, len(test_set), world_size))
+    # [DDP 4/8] Each process reads its own share of the images.
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep workers between epochs: 3% faster. They have random numbers of their own, which a resume starts anew.
-    loading |= dict(persistent_workers=args.workers > 0, multiprocessing_context="fork" if args.workers else None)
-    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)
+    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    test_loader = DataLoader(test_share, **loading)
+    test_loader = DataLoader(test_set, **loading)
+    if len(train_loader) == 0:
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     net = build_network(args).to(device)
@@ -80,7 +78,7 @@ def main(rank, args, folder):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DistributedDataParallel(net, gradient_as_bucket_view=True)  # gradients in DDP's buffers: 15% faster
+    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)  # the option: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -93,11 +91,11 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies rank 0's BatchNorm statistics to all in each forward: do so after the last one, too.
+        # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+            dist.broadcast(buffer, src=0)  # all validate with rank 0's BatchNorm statistics
+        val_sums = validate(args, test_loader, net)  # the wrapper is for training only
+        dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -113,11 +111,12 @@ def main(rank, args, folder):
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args), gpus=world_size * cuda, world_size=world_size)
-    print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
-    if cuda:
-        print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    torch.save(metrics, f"{folder}/{rank}")  # launch() returns those of rank 0
+    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
+    result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
+    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
+    if rank == 0:
+        torch.save(metrics, f"{folder}/metrics")  # launch() returns them
     dist.destroy_process_group()
 
 
@@ -209,7 +208,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics. Call it in every process."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -218,8 +217,9 @@ def load_checkpoint(args, stateful):
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
+        for name, value in flags.items():
+            if name not in may_differ and value != getattr(args, name, value):
+                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()

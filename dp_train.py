@@ -3,8 +3,8 @@
     python dp_train.py
 
 In every step, DataParallel copies the network from GPU 0 to all GPUs, splits the batch, and gathers the outputs on
-GPU 0. backward() adds up the gradients of all copies on GPU 0, where the weights are updated. [DP 1/4] to [DP 4/4]
-mark what DataParallel adds to a program for one GPU. ddp_launch_train.py is faster: prefer it.
+GPU 0; backward() adds up the gradients there. [DP 1/4] to [DP 4/4] mark what it adds to a program for one GPU.
+ddp_launch_train.py is faster: prefer it.
 """
 
 import argparse
@@ -22,22 +22,21 @@ import common
 
 
 def main(args):
-    # [DP 1/4] One process uses all visible GPUs. Batches, outputs, loss and optimizer are on the first one, GPU 0.
-    rank, local_rank, world_size = 0, 0, 1  # not needed here; they keep the diff with ddp_launch_train.py short
+    # [DP 1/4] One process uses all GPUs. The batches, the outputs, the loss and the optimizer are on GPU 0.
     cuda = args.device == "cuda"
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = torch.device(args.device)
+    gpus = torch.cuda.device_count() if cuda else 0
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
-    if args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be at most {len(train_set)}")
-    loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep workers between epochs: 3% faster. They have random numbers of their own, which a resume starts anew.
-    loading |= dict(persistent_workers=args.workers > 0, multiprocessing_context="fork" if args.workers else None)
-    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)
-    train_loader = DataLoader(train_set, sampler=RandomSampler(train_set), drop_last=True, **loading)
+
+    sampler = RandomSampler(train_set)  # shuffles
+    loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
+    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed))
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
+    if len(train_loader) == 0:
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     net = build_network(args).to(device)
@@ -45,20 +44,18 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. The class below is nn.DataParallel, cured of two faults. BatchNorm's running
-    # statistics see GPU 0's share of each batch only. `net` is still the network inside the wrapper.
-    gpus = torch.cuda.device_count() if cuda else 0
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net
+    # [DP 2/4] Wrap the network. `net` is still the network inside; only GPU 0 updates its BatchNorm statistics.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, changed in one method
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
     print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
-    print(f"rank {rank}: process {os.getpid()} on {gpus} GPUs", flush=True)
+    print(f"rank 0: process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        common.seed_everything(args.seed, epoch, rank)
+        common.seed_everything(args.seed, epoch)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # on this GPU alone, unlike `model`
+        val_sums = validate(args, test_loader, net)  # the wrapper is for training only
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -68,23 +65,22 @@ def main(args):
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
         # [DP 3/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
-        if args.checkpoint and rank == 0:
+        if args.checkpoint:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args), gpus=gpus, world_size=world_size)
-    print("RESULT", json.dumps(dict(result, **metrics, seconds=time.perf_counter() - start)), flush=True)
+    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
+    result |= dict(gpus=gpus, world_size=1)
+    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    """nn.DataParallel, but one thread calls all copies of the network. Their GPUs still work at the same time."""
-
+    # [DP 4/4] nn.DataParallel calls each copy in a new thread, which forgets autocast's dtype (bf16 becomes
+    # float16) and repeats cudnn.benchmark's search. One thread is enough: a call returns before its GPU is done.
     def parallel_apply(self, replicas, inputs, kwargs):
-        # [DP 4/4] nn.DataParallel starts new threads in each step. They forget autocast's dtype (bf16 becomes
-        # float16) and repeat cudnn.benchmark's search. One thread is enough: calls return before a GPU is done.
         outputs = []
         for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs, strict=False):
             with torch.cuda.device(gpu):
@@ -180,7 +176,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`; return epochs done and metrics."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -188,9 +184,10 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
-        if other := {k: v for k, v in flags.items() if k not in may_differ and v != getattr(args, k, v)}:
-            raise SystemExit(f"{args.checkpoint} was written with other flags; use those: {other}")
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        for name, value in flags.items():
+            if name not in may_differ and value != getattr(args, name, value):
+                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     return epochs_done, metrics

@@ -85,7 +85,7 @@ main() {
     exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
   fi
 
-  local settings gpus apex data_dir ddp level first=${CUDA_VISIBLE_DEVICES-0} flags=() note='' rows=()
+  local settings gpus apex data_dir level first=${CUDA_VISIBLE_DEVICES-0} flags=() note='' rows=()
   python=$(find_python requirements.txt torch torchvision) || exit 1
   # A typo in a flag ends the run here, before the first script.
   settings=$("$python" -c 'if True:
@@ -93,8 +93,8 @@ main() {
     args = dp_train.parse_args(sys.argv[1:])
     if {"--checkpoint", "--precision", "--compile"} & {word.partition("=")[0] for word in sys.argv}:
         sys.exit("run_all.sh does not take --checkpoint, --precision and --compile")
-    apex = apex_amp_train.why_not_apex(args.device) is None
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    apex = apex_amp_train.apex is not None and gpus > 0
     print(gpus, apex, args.synthetic or args.data_dir)' "$@") || exit 2
   read -r gpus apex data_dir < <(tail -n 1 <<<"$settings")
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$ failed=0
@@ -126,10 +126,8 @@ main() {
   fi
   launch+=(apex_amp_train.py --backend)
   if [[ $apex == True ]]; then
-    for ddp in apex torch; do
-      for level in O0 O1 O2 O3; do
-        run "apex_${level}_${ddp}_ddp" "${launch[@]}" apex --ddp "$ddp" --opt-level "$level" "${flags[@]}"
-      done
+    for level in O0 O1 O2 O3; do
+      run "apex_$level" "${launch[@]}" apex --opt-level "$level" "${flags[@]}"
     done
   fi
   for level in O0 O1 O3; do # O2 exists only in Apex

@@ -52,7 +52,7 @@ def test_parts_come_in_the_agreed_order(script):
         found = re.findall(rf"# \[{tag} (\d+/\d+)\] ", text)
         assert found == [f"{number}/{len(found)}" for number in range(1, len(found) + 1)] != []
     functions = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
-    assert [name for name in functions if name not in ("launch", "why_not_apex")] == ORDER
+    assert [name for name in functions if name != "launch"] == ORDER
     headings = re.findall(r"\n\n\n# -{60} (.+)\n\n\ndef (\w+)", text)
     assert headings == [("Replace these in your own project", ORDER[1]), ("Training and checkpoints", ORDER[7])]
     replaced = "".join(ast.get_source_segment(text, functions[name]) for name in REPLACED)
@@ -86,5 +86,4 @@ def test_commands_parse(line, monkeypatch):
         for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split():
             monkeypatch.setenv(name, "0")
     module = importlib.import_module(words[1].replace("run_all.sh", "dp_train.py").removesuffix(".py"))
-    monkeypatch.setattr(module, "why_not_apex", lambda device: None, raising=False)  # as if Apex were there
-    module.parse_args([word for word in words[2:] if word != "test"])
+    module.parse_args([word for word in words[2:] if word not in ("test", "apex")])

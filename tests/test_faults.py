@@ -229,7 +229,7 @@ def test_a_finished_run_prints_its_result_again_and_another_lr_or_epochs_is_refu
     again = run(command("dp_train", *flags))
     assert "2 of 2 epochs are done" in again.stdout and "step" not in again.stdout
     assert dict(result(again), seconds=first["seconds"]) == first
-    for flag, value, saved in ("--lr", "0.03", "{'lr': 0.02}"), ("--epochs", "3", "{'epochs': 2}"):
-        refused = run(command("dp_train", *flags, flag, value))
-        assert refused.stderr == f"{tmp_path}/run.pt was written with other flags; use those: {saved}\n"
+    for name, value, saved in ("lr", "0.03", "0.02"), ("epochs", "3", "2"):
+        refused = run(command("dp_train", *flags, f"--{name}", value))
+        assert refused.stderr == f"{tmp_path}/run.pt was written with {name}={saved}, not {value}\n"
         assert refused.returncode != 0

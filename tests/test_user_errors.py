@@ -18,8 +18,8 @@ dp | --device cuda | there is no GPU; use --device cpu
 launch, spawn, apex | --device cuda | fewer GPUs than processes; start one process per GPU, or use --device cpu
 python launch, python apex, RANK=0 python launch, RANK=0 python apex | | start this script with torchrun: torchrun
 torchrun dp, torchrun spawn | | start this script without torchrun: python
-launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by 2 (processes), at most 61
-dp, launch, spawn | --batch-size 62 | at most 61
+launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by the number of processes, 2
+dp, launch, spawn | --batch-size 62 | --batch-size is more than the 61 training images
 dp, launch, spawn | --data-dir none | ; put cifar-10-python.tar.gz into none, or use --synthetic
 apex | --data-dir archive | ; put cifar-10-python.tar.gz into archive, or use --synthetic
 dp | --data-dir tampered | ; put cifar-10-python.tar.gz into tampered, or use --synthetic
@@ -30,8 +30,8 @@ dp | --checkpoint archive | archive (IsADirectoryError)
 launch, spawn | --checkpoint cut | cut (RuntimeError)
 dp, apex | --checkpoint code | code (UnpicklingError)
 dp | --checkpoint run.pt.best | run.pt.best (KeyError)
-dp, launch | --checkpoint run.pt | run.pt was written with other flags; use those: {'arch': 'resnet50'}
-apex | --backend apex | ; see README, or use --backend torch --ddp torch
+dp, launch | --checkpoint run.pt | run.pt was written with arch=resnet50, not resnet18
+apex | --backend apex | --backend apex needs NVIDIA Apex 25.04
 apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1
 """
 CASES = [tuple(part.strip() for part in line.split("|")) for line in TABLE.strip().splitlines()]
@@ -85,7 +85,7 @@ def test_one_sentence(start, flags, sentence, folder):
 def test_torchrun_shows_the_sentence_of_the_process():
     finished = run(command("ddp_launch_train", *ONE, "--batch-size", "13"), real=True)
     assert finished.returncode == 1 and "RESULT" not in finished.stdout
-    assert "--batch-size must be divisible by 2 (processes), at most 61\n" in finished.stderr
+    assert "--batch-size must be divisible by the number of processes, 2\n" in finished.stderr
     assert 'ddp_launch_train.py", line' not in finished.stderr  # no traceback but torchrun's own
 
 
