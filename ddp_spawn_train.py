@@ -29,8 +29,7 @@ def launch(argv=None):
     args = parse_args(argv)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
     with tempfile.TemporaryDirectory() as folder:
-        # [DDP 1/8] Start the processes. Each calls main(rank, args, folder), with rank 0, 1, 2, ...
-        try:
+        try:  # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
         except torch.multiprocessing.ProcessExitedException as error:  # that process has printed why
             raise SystemExit(f"{error}") from None
@@ -39,6 +38,7 @@ def launch(argv=None):
 
 def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process even while it waits for another one
+    torch.multiprocessing.set_start_method("fork", force=True)  # starts data-loading processes faster than spawn
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 

@@ -69,6 +69,7 @@ def be_python(path, flags, nproc, env, cwd, out, err):
     """Be a fresh Python that runs a script; with `nproc`, be torchrun with as many of them."""
     os.setsid()
     os.chdir(cwd)
+    multiprocessing.set_start_method(None, force=True)  # the default one
     for number, name in (1, out), (2, err):
         os.dup2(os.open(name, os.O_CREAT | os.O_APPEND | os.O_WRONLY), number)
     os.environ.clear()

@@ -99,16 +99,18 @@ def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
 
 def test_a_data_set_that_augments_draws_other_numbers_in_each_process_and_epoch(tmp_path):
     augmenting = """
-    class Augmenting:  # its items are (tensor, int)
-        def __len__(self): return 12
-        def __getitem__(self, index):
-            import random, numpy
-            drawn = f"DRAWN {os.getpid()} {torch.rand(())} {numpy.random.rand()} {random.random()} "
-            print(drawn, force=True, flush=True)
-            return torch.full((8, 8, 3), index, dtype=torch.uint8), index % 10
+class Augmenting:  # its items are (tensor, int)
+    def __len__(self): return 12
+    def __getitem__(self, index):
+        import random, numpy
+        drawn = f"DRAWN {os.getpid()} {torch.rand(())} {numpy.random.rand()} {random.random()} "
+        print(drawn, force=True, flush=True)
+        return torch.full((8, 8, 3), index, dtype=torch.uint8), index % 10
+def load_data(args):
     return Augmenting(), Augmenting()
-    never_called("""
-    folder = edited(tmp_path / "project", "ddp_launch_train", ("return common.load_cifar10(", augmenting))
+def never_called(args):
+"""
+    folder = edited(tmp_path / "project", "ddp_launch_train", ("\ndef load_data(args):\n", augmenting))
     finished = run(command("ddp_launch_train", *SMALL, "--epochs=2", "--workers=1", "--device=cpu", folder=folder))
     assert result(finished)["world_size"] == 2
     columns = zip(*re.findall(r"DRAWN (\S+) (\S+) (\S+) (\S+)", finished.stdout), strict=True)

@@ -17,7 +17,8 @@ CPU = [*SMALL, "--device", "cpu"]
 TINY = [*CPU, "--image-size", "4"]
 FOUND = "train_loss val_loss val_accuracy best_accuracy images_per_second seconds gpus world_size".split()
 BUILD = "return common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)"
-KILL = ("        train_sums, ", "        if epoch == args.epochs: os.kill(os.getpid(), 9)\n        train_sums, ")
+KILL = "if epoch == args.epochs and os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), 9)"
+KILL = ("        train_sums, ", f"        {KILL}\n        train_sums, ")
 
 
 def step_losses(finished):
