@@ -2,12 +2,13 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-O0 computes in float32, O1 in float16 where it is safe, O3 in float16 throughout; O2 (Apex only) is O3 with float32
-copies of the weights for the optimizer. float16 is faster, but small gradients become zero in it. Apex's amp is
-deprecated, and tag 25.04 is the last with it. [AMP 1/7] to [AMP 7/7] mark what is added to ddp_launch_train.py.
+O0 is float32. O1 computes in float16 where it is safe. O3 is float16 throughout. O2 (Apex only) is float16 with
+float32 BatchNorm, and float32 weights in the optimizer. Apex's amp is deprecated; tag 25.04 is the last with it.
+If your GPU has bfloat16, ddp_launch_train.py is simpler. [AMP 1/7] to [AMP 7/7] mark what is added to that script.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -26,7 +28,7 @@ import common
 try:
     import apex.amp
     import apex.parallel
-except Exception:  # not installed, newer than 25.04 (which removed both), or another package of that name
+except Exception:  # not installed, newer than 25.04 (without both), or another package of that name
     apex = None
 
 
@@ -44,7 +46,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # a download may take longer than --timeout, so do it first
+    train_set, test_set = load_data(args)  # before connecting: the others may wait for a download without limit
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -56,7 +58,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
     test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -64,13 +66,14 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
+    # [AMP 1/7] Everything about mixed precision is in one object, of one of the two classes below.
     amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
     net = build_network(args).to(device)
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # [AMP 1/7] after to(device), before DDP
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # amp before optimizer
+    net, optimizer = amp.initialize(net, optimizer)  # [AMP 2/7] after to(device), before DDP
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] load amp first
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
@@ -90,8 +93,8 @@ def main(args):
 
         # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # all validate with rank 0's BatchNorm statistics
-        val_sums = validate(args, amp, test_loader, net)  # the wrapper is for training only
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics: in training, DDP does so before each step
+        val_sums = validate(args, amp, test_loader, net)  # without the wrapper, which works across GPUs
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -110,13 +113,13 @@ def main(args):
 
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
-    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
 
 class ApexAmp:
-    """Mixed precision by NVIDIA Apex. TorchAmp, below, does the same with PyTorch's own calls."""
+    """Mixed precision by NVIDIA Apex. TorchAmp, below, has the same methods in PyTorch's own words."""
 
     def __init__(self, opt_level):
         self.opt_level = opt_level
@@ -124,8 +127,7 @@ class ApexAmp:
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
-    def initialize(self, net, optimizer):
-        # [AMP 2/7] In O1, Apex patches PyTorch's functions. In O2 and O3, it casts the network to float16.
+    def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 change net to float16
         self.optimizer = optimizer
         return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
 
@@ -133,35 +135,31 @@ class ApexAmp:
         return apex.parallel.DistributedDataParallel(net)
 
     def autocast(self):
-        return torch.autocast("cuda", enabled=False)  # not needed: initialize() has patched PyTorch's functions
+        return contextlib.nullcontext()  # nothing is left to do after initialize()
 
     def backward(self, loss):
-        # [AMP 3/7] In float16, small gradients become zero. So multiply the loss by a large scale, and divide the
-        # gradients by it afterwards. Where they overflow, all processes skip the step and halve the scale.
         with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # at its end, it divides the gradients
             scaled_loss.backward()
 
     def clip(self, norm):
-        # [AMP 4/7] Clip after the gradients are divided. In O2, these are the gradients of the float32 copies.
         nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
     def step(self):
-        self.optimizer.step()  # does nothing after an overflow
+        self.optimizer.step()
 
-    def state_dict(self):
-        # [AMP 5/7] Save the scale, and the optimizer's weights as well: in O2 they are float32 copies.
+    def state_dict(self):  # with the weights in the optimizer: in O2, float32 copies of the network's
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # creates the float32 copies now rather than in the first backward
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+        self.optimizer._amp_lazy_init()  # private; creates the float32 copies now rather than in the first step
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"]):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
 
 
 class TorchAmp:
-    """Mixed precision by PyTorch. The methods are those of ApexAmp."""
+    """Mixed precision by PyTorch. It has no O2."""
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
@@ -174,30 +172,28 @@ class TorchAmp:
         if self.opt_level == "O3":
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
-        # [AMP 6/7] If an overflow skips the first step, fused SGD's momentum is uninitialised: start with zeros.
-        if isinstance(optimizer, torch.optim.SGD):
+        if isinstance(optimizer, torch.optim.SGD):  # fused, it leaves momentum unset if its first step is skipped
             for weight in net.parameters():
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         self.net, self.optimizer = net, optimizer
         return net, optimizer
 
     def wrap(self, net):
-        return nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        return DDP(net, gradient_as_bucket_view=True)
 
     def autocast(self):
-        # [AMP 7/7] In O1, run in float16 what is safe in it: convolutions and matrix products, but not a softmax.
         return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
 
     def backward(self, loss):
-        self.scaler.scale(loss).backward()  # multiplies the loss
+        self.scaler.scale(loss).backward()
 
     def clip(self, norm):
         self.scaler.unscale_(self.optimizer)  # divides the gradients
         nn.utils.clip_grad_norm_(self.net.parameters(), norm)
 
     def step(self):
-        self.scaler.step(self.optimizer)  # divides the gradients unless clip() did; no step after an overflow
-        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 good steps
+        self.scaler.step(self.optimizer)  # divides the gradients, unless clip() did
+        self.scaler.update()  # doubles the scale after 2,000 good steps
 
     def state_dict(self):
         return self.scaler.state_dict()
@@ -229,6 +225,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
+    # [AMP 4/7] In O1, compute in float16 what is safe in it: convolutions and matrix products, but not a softmax.
     with amp.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
@@ -269,9 +266,11 @@ def train_epoch(args, amp, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
         optimizer.zero_grad()
+        # [AMP 5/7] In float16, small gradients become zero. So O1 and O2 multiply the loss by a large scale.
         amp.backward(loss)
         if args.clip_grad:
-            amp.clip(args.clip_grad)
+            amp.clip(args.clip_grad)  # [AMP 6/7] after the gradients are divided by the scale again
+        # [AMP 7/7] If gradients overflow, skip the step and halve the scale. All processes do, since DDP averages.
         amp.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
@@ -302,16 +301,16 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
+                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("the processes find different checkpoints; put it on a disk that all machines share")
+        raise SystemExit("the processes find different checkpoints; put it where all can read it")
     return epochs_done, metrics
 
 
@@ -339,7 +338,7 @@ def parse_args(argv=None):
     add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--local-rank", "--local_rank", type=lambda text: None, help=argparse.SUPPRESS)  # of the old launcher
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # the old launcher passes it
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -37,7 +38,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # a download may take longer than --timeout, so do it first
+    train_set, test_set = load_data(args)  # before connecting: the others may wait for a download without limit
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -49,7 +50,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
     test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -66,7 +67,7 @@ def main(args):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)  # the option: 15% faster
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, without a copy: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -81,8 +82,8 @@ def main(args):
 
         # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # all validate with rank 0's BatchNorm statistics
-        val_sums = validate(args, test_loader, net)  # the wrapper is for training only
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics: in training, DDP does so before each step
+        val_sums = validate(args, test_loader, net)  # without the wrapper, which works across GPUs
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -101,7 +102,7 @@ def main(args):
 
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
-    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
@@ -202,16 +203,16 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
+                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("the processes find different checkpoints; put it on a disk that all machines share")
+        raise SystemExit("the processes find different checkpoints; put it where all can read it")
     return epochs_done, metrics
 
 
@@ -238,7 +239,7 @@ def parse_args(argv=None):
     add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
     add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--local-rank", "--local_rank", type=lambda text: None, help=argparse.SUPPRESS)  # of the old launcher
+    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # the old launcher passes it
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
@@ -28,17 +29,17 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # the processes meet here and leave the metrics
         try:  # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
-        except torch.multiprocessing.ProcessExitedException as error:  # that process has printed why
+        except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, unless killed
             raise SystemExit(f"{error}") from None
-        return torch.load(f"{folder}/metrics")
+        return torch.load(f"{folder}/0")  # the metrics of rank 0
 
 
 def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process even while it waits for another one
-    torch.multiprocessing.set_start_method("fork", force=True)  # starts data-loading processes faster than spawn
+    torch.multiprocessing.set_start_method("fork", force=True)  # starts DataLoader's processes, faster than spawn
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
@@ -48,11 +49,11 @@ def main(rank, args, folder):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # a download may take longer than --timeout, so do it first
+    train_set, test_set = load_data(args)  # before connecting: the others may wait for a download without limit
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # a file, so no free port
+    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # instead of a port
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
     # [DDP 4/8] Each process reads its own share of the images.
@@ -61,7 +62,7 @@ def main(rank, args, folder):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
     test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -78,7 +79,7 @@ def main(rank, args, folder):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)  # the option: 15% faster
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, without a copy: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -93,8 +94,8 @@ def main(rank, args, folder):
 
         # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # all validate with rank 0's BatchNorm statistics
-        val_sums = validate(args, test_loader, net)  # the wrapper is for training only
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics: in training, DDP does so before each step
+        val_sums = validate(args, test_loader, net)  # without the wrapper, which works across GPUs
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -113,10 +114,9 @@ def main(rank, args, folder):
 
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
-    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    if rank == 0:
-        torch.save(metrics, f"{folder}/metrics")  # launch() returns them
+    torch.save(metrics, f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
@@ -219,13 +219,13 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
+                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("the processes find different checkpoints; put it on a disk that all machines share")
+        raise SystemExit("the processes find different checkpoints; put it where all can read it")
     return epochs_done, metrics
 
 
@@ -272,4 +272,4 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    launch()
+    launch()  # not in the processes that it starts, which import this file

@@ -22,16 +22,16 @@ import common
 
 
 def main(args):
-    # [DP 1/4] One process uses all GPUs. The batches, the outputs, the loss and the optimizer are on GPU 0.
+    # [DP 1/4] One process uses all GPUs. "cuda" is GPU 0: the weights, the whole batch and its outputs are there.
     cuda = args.device == "cuda"
     device = torch.device(args.device)
     gpus = torch.cuda.device_count() if cuda else 0
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
 
-    sampler = RandomSampler(train_set)  # shuffles
+    sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. A resumed run starts their random numbers anew.
+    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -44,18 +44,18 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. `net` is still the network inside; only GPU 0 updates its BatchNorm statistics.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, changed in one method
+    # [DP 2/4] Wrap the network; `net` is still the one inside. Its BatchNorm statistics see GPU 0's images only.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
     print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
-    print(f"rank 0: process {os.getpid()} on {gpus} GPUs", flush=True)
+    print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # the wrapper is for training only
+        val_sums = validate(args, test_loader, net)  # without the wrapper, which works across GPUs
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -72,17 +72,17 @@ def main(args):
 
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=gpus, world_size=1)
-    print("RESULT", json.dumps(result), flush=True)  # the same in one line, for programs
+    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] nn.DataParallel calls each copy in a new thread, which forgets autocast's dtype (bf16 becomes
-    # float16) and repeats cudnn.benchmark's search. One thread is enough: a call returns before its GPU is done.
+    # [DP 4/4] In each step, nn.DataParallel calls each copy in a new thread. In it, autocast makes float16 of bf16,
+    # and cudnn.benchmark starts again. A loop is enough: it only queues the work of each GPU, without waiting.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
-        for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs, strict=False):
+        for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):
                 outputs.append(replica(*images, **keywords))
         return outputs
@@ -184,10 +184,10 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with {name}={value}, not {getattr(args, name)}")
+                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     return epochs_done, metrics

@@ -60,7 +60,7 @@ for name, code in rows:
     result = json.loads(re.findall(r"^RESULT (.*)", log, re.M)[-1])
     speed = result["images_per_second"]
     baseline = speed if name == rows[0][0] else baseline
-    pids, peaks = (re.findall(rf"\d: {what} (\d+)", log) for what in ("process", "peak GPU memory"))
+    pids, peaks = (re.findall(rf"{what} (\d+)", log) for what in ("process", "peak GPU memory"))
     lines.append([
         name, str(result["gpus"]), str(result["world_size"]), " ".join(pids),
         f"{20 * result['batch_size'] / speed:.3f}", f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "",

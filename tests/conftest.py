@@ -126,7 +126,7 @@ def result(finished):
 
 def process_ids(log):
     """Return the process ids that a run printed last, by rank."""
-    return [int(pid) for _, pid in sorted(dict(re.findall(r"rank (\d+): process (\d+)", log)).items())]
+    return [int(pid) for _, pid in sorted(dict(re.findall(r"(rank \d+: |)process (\d+) on", log)).items())]
 
 
 def wait_until_gone(pids, seconds=10):
@@ -153,7 +153,7 @@ class Running:
         return found
 
     def pids(self, count=2):
-        self.wait_for(rf"(?s)(rank \d+: process \d+.*){{{count}}}")
+        self.wait_for(rf"(?s)(process \d+ on.*){{{count}}}")
         return process_ids(self.log.read_text())
 
     def kill(self):

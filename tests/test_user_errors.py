@@ -30,7 +30,7 @@ dp | --checkpoint archive | archive (IsADirectoryError)
 launch, spawn | --checkpoint cut | cut (RuntimeError)
 dp, apex | --checkpoint code | code (UnpicklingError)
 dp | --checkpoint run.pt.best | run.pt.best (KeyError)
-dp, launch | --checkpoint run.pt | run.pt was written with arch=resnet50, not resnet18
+dp, launch | --checkpoint run.pt | run.pt was written with another flag: arch=resnet50; use that one
 apex | --backend apex | --backend apex needs NVIDIA Apex 25.04
 apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1
 """
@@ -97,7 +97,7 @@ def test_processes_that_find_different_checkpoints_say_so(tmp_path):
     result(run(command("ddp_spawn_train", *ONE, folder=folder, nproc=1), cwd=tmp_path))  # writes 0.pt
     finished = run(command("ddp_spawn_train", *ONE, folder=folder), cwd=tmp_path)
     assert finished.returncode == 1 and "Traceback" not in finished.stderr and "RESULT" not in finished.stdout
-    assert "the processes find different checkpoints; put it on a disk that all machines" in finished.stderr
+    assert "the processes find different checkpoints; put it where all can read it" in finished.stderr
 
 
 def test_a_negative_number_in_cuda_visible_devices_means_the_cpu():
