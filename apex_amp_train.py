@@ -1,10 +1,11 @@
-"""Train a ResNet on CIFAR-10 in mixed precision with DDP: by NVIDIA Apex, or by PyTorch itself (torch.amp).
+"""Train a ResNet on CIFAR-10 in mixed precision with DDP: by PyTorch itself (torch.amp), or by NVIDIA Apex.
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-O0 is float32. O1 computes in float16 where it is safe. O3 is float16 throughout. O2 (Apex only) is float16 with
-float32 BatchNorm, and float32 weights in the optimizer. Apex's amp is deprecated; tag 25.04 is the last with it.
-If your GPU has bfloat16, ddp_launch_train.py is simpler. [AMP 1/7] to [AMP 7/7] mark what is added to that script.
+O1 computes in float16 where it is safe. Small gradients would become zero there, so the loss is multiplied by a
+large scale, and the gradients are divided by it. O0 is float32. O2 (Apex only) is O1 with float16 weights and with
+float32 copies of them. O3 is float16 without a scale. Apex's amp is deprecated; tag 25.04 is its last. bfloat16
+(ddp_launch_train.py) needs no scale. [AMP 1/7] to [AMP 7/7] mark what is added to that script.
 """
 
 import argparse
@@ -27,8 +28,7 @@ import common
 
 try:
     import apex.amp
-    import apex.parallel
-except Exception:  # not installed, newer than 25.04 (without both), or another package of that name
+except Exception:  # not installed, newer than 25.04 (which lacks amp), or another package of that name
     apex = None
 
 
@@ -46,7 +46,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # before connecting: the others may wait for a download without limit
+    train_set, test_set = load_data(args)  # before connecting: waiting for a download is no --timeout
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -66,14 +66,14 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
-    # [AMP 1/7] Everything about mixed precision is in one object, of one of the two classes below.
+    # [AMP 1/7] What Apex and PyTorch do differently is in one object, of one of the two classes below main().
     amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
     net = build_network(args).to(device)
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # [AMP 2/7] after to(device), before DDP
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] load amp first
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] amp before optimizer
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
@@ -93,8 +93,8 @@ def main(args):
 
         # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics: in training, DDP does so before each step
-        val_sums = validate(args, amp, test_loader, net)  # without the wrapper, which works across GPUs
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics may differ between processes: use rank 0's
+        val_sums = validate(args, amp, test_loader, net)  # not `model`, which would wait for the other GPUs
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -119,7 +119,7 @@ def main(args):
 
 
 class ApexAmp:
-    """Mixed precision by NVIDIA Apex. TorchAmp, below, has the same methods in PyTorch's own words."""
+    """Mixed precision by NVIDIA Apex. TorchAmp, below, has the same methods by PyTorch."""
 
     def __init__(self, opt_level):
         self.opt_level = opt_level
@@ -145,14 +145,14 @@ class ApexAmp:
         nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
     def step(self):
-        self.optimizer.step()
+        self.optimizer.step()  # does nothing after an overflow
 
-    def state_dict(self):  # with the weights in the optimizer: in O2, float32 copies of the network's
+    def state_dict(self):  # also the optimizer's weights: in O2, they are float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; creates the float32 copies now rather than in the first step
+        self.optimizer._amp_lazy_init()  # private; makes the float32 copies now, not in the first step
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"]):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
@@ -163,7 +163,7 @@ class TorchAmp:
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
-        self.scaler = torch.amp.GradScaler(device, enabled=opt_level == "O1")
+        self.scaler = torch.amp.GradScaler(device, enabled=opt_level == "O1")  # does nothing in O0 and O3
 
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -171,8 +171,8 @@ class TorchAmp:
     def initialize(self, net, optimizer):
         if self.opt_level == "O3":
             net.half()
-            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
-        if isinstance(optimizer, torch.optim.SGD):  # fused, it leaves momentum unset if its first step is skipped
+            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images
+        if isinstance(optimizer, torch.optim.SGD):  # skipping its first step leaves momentum uninitialised
             for weight in net.parameters():
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         self.net, self.optimizer = net, optimizer
@@ -192,8 +192,8 @@ class TorchAmp:
         nn.utils.clip_grad_norm_(self.net.parameters(), norm)
 
     def step(self):
-        self.scaler.step(self.optimizer)  # divides the gradients, unless clip() did
-        self.scaler.update()  # doubles the scale after 2,000 good steps
+        self.scaler.step(self.optimizer)  # divides the gradients, unless clip() did; no step after an overflow
+        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without
 
     def state_dict(self):
         return self.scaler.state_dict()
@@ -266,11 +266,11 @@ def train_epoch(args, amp, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
         optimizer.zero_grad()
-        # [AMP 5/7] In float16, small gradients become zero. So O1 and O2 multiply the loss by a large scale.
+        # [AMP 5/7] Multiply the loss by the scale, so that small gradients do not become zero.
         amp.backward(loss)
         if args.clip_grad:
-            amp.clip(args.clip_grad)  # [AMP 6/7] after the gradients are divided by the scale again
-        # [AMP 7/7] If gradients overflow, skip the step and halve the scale. All processes do, since DDP averages.
+            amp.clip(args.clip_grad)  # [AMP 6/7] clip the true gradients, divided by the scale
+        # [AMP 7/7] If gradients overflow, skip the step and halve the scale: all processes do, since DDP averages.
         amp.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
@@ -304,7 +304,7 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
@@ -352,8 +352,10 @@ def parse_args(argv=None):
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
-    if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
-        parser.error("--backend apex needs NVIDIA Apex 25.04 (see README) and a GPU, and takes no --compile")
+    if args.backend == "apex" and (apex is None or args.device == "cpu"):
+        parser.error("--backend apex needs a GPU, and NVIDIA Apex 25.04 (README says how to install it)")
+    if args.backend == "apex" and args.compile:
+        parser.error("--compile does not work with Apex; use --backend torch")
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1")
     args.precision = f"{args.opt_level} by {args.backend}"

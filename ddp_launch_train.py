@@ -38,7 +38,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # before connecting: the others may wait for a download without limit
+    train_set, test_set = load_data(args)  # before connecting: waiting for a download is no --timeout
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -67,7 +67,7 @@ def main(args):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, without a copy: 15% faster
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, not copied back: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -82,8 +82,8 @@ def main(args):
 
         # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics: in training, DDP does so before each step
-        val_sums = validate(args, test_loader, net)  # without the wrapper, which works across GPUs
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics may differ between processes: use rank 0's
+        val_sums = validate(args, test_loader, net)  # not `model`, which would wait for the other GPUs
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -206,7 +206,7 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()

@@ -29,17 +29,17 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
-    with tempfile.TemporaryDirectory() as folder:  # the processes meet here and leave the metrics
+    with tempfile.TemporaryDirectory() as folder:  # for init_process_group() and for the metrics
         try:  # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
-        except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, unless killed
+        except torch.multiprocessing.ProcessExitedException as error:  # the process has printed why, unless killed
             raise SystemExit(f"{error}") from None
         return torch.load(f"{folder}/0")  # the metrics of rank 0
 
 
 def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process even while it waits for another one
-    torch.multiprocessing.set_start_method("fork", force=True)  # starts DataLoader's processes, faster than spawn
+    torch.multiprocessing.set_start_method("fork", force=True)  # for DataLoader's processes: spawn is slower
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
@@ -49,11 +49,11 @@ def main(rank, args, folder):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # before connecting: the others may wait for a download without limit
+    train_set, test_set = load_data(args)  # before connecting: waiting for a download is no --timeout
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # instead of a port
+    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # find each other
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
     # [DDP 4/8] Each process reads its own share of the images.
@@ -79,7 +79,7 @@ def main(rank, args, folder):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, without a copy: 15% faster
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, not copied back: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -94,8 +94,8 @@ def main(rank, args, folder):
 
         # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics: in training, DDP does so before each step
-        val_sums = validate(args, test_loader, net)  # without the wrapper, which works across GPUs
+            dist.broadcast(buffer, src=0)  # BatchNorm's statistics may differ between processes: use rank 0's
+        val_sums = validate(args, test_loader, net)  # not `model`, which would wait for the other GPUs
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -116,7 +116,7 @@ def main(rank, args, folder):
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    torch.save(metrics, f"{folder}/{rank}")
+    torch.save(metrics, f"{folder}/{rank}")  # for launch()
     dist.destroy_process_group()
 
 
@@ -219,7 +219,7 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     found = [None] * dist.get_world_size()
@@ -272,4 +272,4 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    launch()  # not in the processes that it starts, which import this file
+    launch()  # only here: each process that it starts imports this file, too

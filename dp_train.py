@@ -55,7 +55,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # without the wrapper, which works across GPUs
+        val_sums = validate(args, test_loader, net)  # not `model`, which would wait for the other GPUs
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -78,8 +78,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] In each step, nn.DataParallel calls each copy in a new thread. In it, autocast makes float16 of bf16,
-    # and cudnn.benchmark starts again. A loop is enough: it only queues the work of each GPU, without waiting.
+    # [DP 4/4] In each step, nn.DataParallel starts a new thread for each copy. In it, autocast takes float16 for
+    # bf16, and cudnn.benchmark starts again. A loop is enough: it queues work for each GPU without waiting.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs):
@@ -187,7 +187,7 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} was written with another flag: {name}={value}; use that one")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     return epochs_done, metrics

@@ -46,11 +46,11 @@ def test_apex_is_taken_only_if_it_is_asked_for_and_can_be_used(package, gpus, pa
     if (package, gpus) == ("25.04", 1):
         assert parse(package, "--backend", "apex", gpus=gpus).precision == "O1 by apex"
     else:
-        assert parse(package, "--backend", "apex", gpus=gpus).startswith("--backend apex needs NVIDIA Apex 25.04")
+        assert parse(package, "--backend", "apex", gpus=gpus).startswith("--backend apex needs a GPU, and NVIDIA")
 
 
 def test_what_one_of_the_two_does_not_have_is_refused(parse):
-    assert parse("25.04", "--backend", "apex", "--compile", gpus=1).endswith(" takes no --compile\n")
+    assert parse("25.04", "--backend", "apex", "--compile", gpus=1).startswith("--compile does not work with Apex")
     assert parse("25.04", "--opt-level", "O2", gpus=1).startswith("PyTorch has no O2 ")
     assert "invalid choice: 'O4'" in parse("25.04", "--opt-level", "O4", gpus=1)
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_run
         torch.save(saved | dict(flags=saved["flags"] | other), tmp_path / "run.pt")
         arguments = command("apex_amp_train", *TINY, "--epochs", "3", "--checkpoint", "run.pt", nproc=1)
         [(name, value)] = other.items()
-        assert f"run.pt was written with another flag: {name}={value}; " in run(arguments, cwd=tmp_path).stderr
+        assert f"run.pt has {name}={value}; " in run(arguments, cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize("optimizer", [SGD, "AdamW(net.parameters(), lr"])

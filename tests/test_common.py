@@ -79,14 +79,6 @@ def test_prepare_normalises_resizes_and_shifts_and_flips_each_image_on_its_own()
     torch.testing.assert_close(common.prepare(square, 20), ((square / 255 - mean) / std).permute(0, 3, 1, 2))
 
 
-def test_weights_from_freeze_backbone_load_into_a_normal_network(tmp_path):
-    net, images = common.build_resnet("resnet18", 32, freeze_backbone=True), torch.randn(4, 3, 32, 32)
-    torch.save(net.state_dict(), tmp_path / "run.pt.best")
-    normal = common.build_resnet("resnet18", 32)
-    normal.load_state_dict(torch.load(tmp_path / "run.pt.best", weights_only=True))
-    torch.testing.assert_close(normal.eval()(images), net.eval()(images), rtol=1e-4, atol=1e-4)
-
-
 def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
     monkeypatch.setattr(builtins, "print", print)  # put back at the end
     common.setup_for_distributed(is_master=False)

@@ -68,13 +68,13 @@ def test_readme_names_only_what_is_there():
     assert links and files and not wrong
 
 
-def test_python_of_readme_is_valid():
-    assert {"bash run_all.sh", "bash run_all.sh test"} <= set(COMMANDS)
-    for kind, block in BLOCKS:
-        if kind == "python" and block.startswith(" "):  # lines of the script, to the letter
-            assert set(block.splitlines()) <= set(TEXTS["ddp_launch_train.py"].splitlines()), block
-        elif kind == "python":
-            compile(block, "README.md", "exec")
+def test_diffs_of_readme_are_lines_of_the_scripts():
+    section = README.partition("## From one GPU")[2].partition("\n## ")[0]
+    diffs = re.findall(r"```diff\n(.*?)```", section, re.S)
+    for diff, names in zip(diffs, MOST_CHANGES, strict=True):
+        one, other = (set(TEXTS[f"{name}_train.py"].splitlines()) for name in names.split(" to "))
+        lines = dict.fromkeys("+-", set()) | {sign: set(re.findall(rf"(?m)^\{sign}(.*)", diff)) for sign in "+-"}
+        assert lines["-"] <= one - other and lines["+"] <= other - one, diff
 
 
 @pytest.mark.parametrize("line", COMMANDS)

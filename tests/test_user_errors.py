@@ -30,8 +30,8 @@ dp | --checkpoint archive | archive (IsADirectoryError)
 launch, spawn | --checkpoint cut | cut (RuntimeError)
 dp, apex | --checkpoint code | code (UnpicklingError)
 dp | --checkpoint run.pt.best | run.pt.best (KeyError)
-dp, launch | --checkpoint run.pt | run.pt was written with another flag: arch=resnet50; use that one
-apex | --backend apex | --backend apex needs NVIDIA Apex 25.04
+dp, launch | --checkpoint run.pt | run.pt has arch=resnet50; use the same flags
+apex | --backend apex | --backend apex needs a GPU, and NVIDIA Apex 25.04
 apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1
 """
 CASES = [tuple(part.strip() for part in line.split("|")) for line in TABLE.strip().splitlines()]
