@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
 O1 computes in float16 where it is safe. Small gradients would become zero there, so the loss is multiplied by a
-large scale, and the gradients are divided by it. O0 is float32. O2 (Apex only) is O1 with float16 weights and with
-float32 copies of them. O3 is float16 without a scale. Apex's amp is deprecated; tag 25.04 is its last. bfloat16
-(ddp_launch_train.py) needs no scale. [AMP 1/7] to [AMP 7/7] mark what is added to that script.
+large scale, and the gradients are divided by it. O0 is float32. O2 (Apex only) has a float16 network, but for
+BatchNorm, and float32 copies of its weights. O3 is float16 without a scale. Apex's amp is deprecated; tag 25.04 is
+its last. bfloat16 needs no scale. [AMP 1/7] to [AMP 7/7] mark what is added to ddp_launch_train.py.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # before connecting: waiting for a download is no --timeout
+    train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -58,7 +58,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
     test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
+    # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -66,19 +66,19 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
-    # [AMP 1/7] What Apex and PyTorch do differently is in one object, of one of the two classes below main().
+    # [AMP 1/7] `amp` has all calls of mixed precision: by PyTorch (TorchAmp, below main) or by Apex (ApexAmp).
     amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
     net = build_network(args).to(device)
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # [AMP 2/7] after to(device), before DDP
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] amp before optimizer
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] save the scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = amp.wrap(net)
+    model = amp.wrap(net)  # in PyTorch's DDP, or in Apex's
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -91,10 +91,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
+        # [DDP 7/8] Give rank 0's BatchNorm statistics to all, validate the own share, and add up the sums of all.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics may differ between processes: use rank 0's
-        val_sums = validate(args, amp, test_loader, net)  # not `model`, which would wait for the other GPUs
+            dist.broadcast(buffer, src=0)
+        val_sums = validate(args, amp, test_loader, net)  # `net` runs on this GPU alone, and waits for no other
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -110,7 +110,6 @@ def main(args):
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
-
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
@@ -138,7 +137,7 @@ class ApexAmp:
         return contextlib.nullcontext()  # nothing is left to do after initialize()
 
     def backward(self, loss):
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # at its end, it divides the gradients
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # ends by dividing the gradients
             scaled_loss.backward()
 
     def clip(self, norm):
@@ -152,7 +151,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the float32 copies now, not in the first step
+        self.optimizer._amp_lazy_init()  # private; makes the float32 copies, before the optimizer's state
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"]):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
@@ -171,15 +170,15 @@ class TorchAmp:
     def initialize(self, net, optimizer):
         if self.opt_level == "O3":
             net.half()
-            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images
-        if isinstance(optimizer, torch.optim.SGD):  # skipping its first step leaves momentum uninitialised
+            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):  # fused, its momentum starts as garbage if step 1 is skipped
             for weight in net.parameters():
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         self.net, self.optimizer = net, optimizer
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)
+        return DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers: 15% faster
 
     def autocast(self):
         return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
@@ -193,7 +192,7 @@ class TorchAmp:
 
     def step(self):
         self.scaler.step(self.optimizer)  # divides the gradients, unless clip() did; no step after an overflow
-        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without
+        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
 
     def state_dict(self):
         return self.scaler.state_dict()
@@ -225,7 +224,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 4/7] In O1, compute in float16 what is safe in it: convolutions and matrix products, but not a softmax.
+    # [AMP 4/7] In O1, convolutions and matrix products run in float16. The loss is computed in float32.
     with amp.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
@@ -270,7 +269,7 @@ def train_epoch(args, amp, epoch, loader, model, optimizer, scheduler):
         amp.backward(loss)
         if args.clip_grad:
             amp.clip(args.clip_grad)  # [AMP 6/7] clip the true gradients, divided by the scale
-        # [AMP 7/7] If gradients overflow, skip the step and halve the scale: all processes do, since DDP averages.
+        # [AMP 7/7] After an overflow, skip the step and halve the scale. DDP's average makes it the same for all.
         amp.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step

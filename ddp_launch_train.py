@@ -38,7 +38,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # before connecting: waiting for a download is no --timeout
+    train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -50,7 +50,7 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
     test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
+    # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -80,10 +80,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
+        # [DDP 7/8] Give rank 0's BatchNorm statistics to all, validate the own share, and add up the sums of all.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics may differ between processes: use rank 0's
-        val_sums = validate(args, test_loader, net)  # not `model`, which would wait for the other GPUs
+            dist.broadcast(buffer, src=0)
+        val_sums = validate(args, test_loader, net)  # `net` runs on this GPU alone, and waits for no other
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -99,7 +99,6 @@ def main(args):
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
-
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs

@@ -28,18 +28,19 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
-    with tempfile.TemporaryDirectory() as folder:  # for init_process_group() and for the metrics
-        try:  # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # reachable from this machine only
+    with tempfile.TemporaryDirectory() as folder:  # in it, the processes meet and leave the metrics
+        # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
+        try:
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
-        except torch.multiprocessing.ProcessExitedException as error:  # the process has printed why, unless killed
+        except torch.multiprocessing.ProcessExitedException as error:  # its own message is above
             raise SystemExit(f"{error}") from None
         return torch.load(f"{folder}/0")  # the metrics of rank 0
 
 
 def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process even while it waits for another one
-    torch.multiprocessing.set_start_method("fork", force=True)  # for DataLoader's processes: spawn is slower
+    torch.multiprocessing.set_start_method("fork", force=True)  # else DataLoader spawns, too: slower
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
@@ -49,11 +50,11 @@ def main(rank, args, folder):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    train_set, test_set = load_data(args)  # before connecting: waiting for a download is no --timeout
+    train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # find each other
+    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # meet in a file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
     # [DDP 4/8] Each process reads its own share of the images.
@@ -62,7 +63,7 @@ def main(rank, args, folder):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
     test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. After a resume, they draw other random numbers.
+    # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -92,10 +93,10 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process validates its share of the test images; all_reduce adds up all processes' sums.
+        # [DDP 7/8] Give rank 0's BatchNorm statistics to all, validate the own share, and add up the sums of all.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # BatchNorm's statistics may differ between processes: use rank 0's
-        val_sums = validate(args, test_loader, net)  # not `model`, which would wait for the other GPUs
+            dist.broadcast(buffer, src=0)
+        val_sums = validate(args, test_loader, net)  # `net` runs on this GPU alone, and waits for no other
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -111,12 +112,11 @@ def main(rank, args, folder):
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
-
     result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    torch.save(metrics, f"{folder}/{rank}")  # for launch()
+    torch.save(metrics, f"{folder}/{rank}")  # launch() returns those of rank 0
     dist.destroy_process_group()
 
 
@@ -272,4 +272,4 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    launch()  # only here: each process that it starts imports this file, too
+    launch()  # not in the new processes, which import this file, too
