@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-O1 computes in float16 where it is safe. Small gradients would become zero there, so the loss is multiplied by a
-large scale, and the gradients are divided by it. O0 is float32. O2 (Apex only) has a float16 network, but for
-BatchNorm, and float32 copies of its weights. O3 is float16 without a scale. Apex's amp is deprecated; tag 25.04 is
-its last. bfloat16 needs no scale. [AMP 1/7] to [AMP 7/7] mark what is added to ddp_launch_train.py.
+O1 runs convolutions and matrix products in float16, which is faster. Small gradients would become zero there, so
+the loss is multiplied by a scale, and the gradients are divided by it before the step. O0 is float32. O2 (by Apex)
+has float16 weights (not in BatchNorm), and float32 copies. O3 is float16 without a scale. Apex's amp is old
+and ended with tag 25.04. [AMP 1/7] to [AMP 7/7] mark the calls that are added to ddp_launch_train.py.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import common
 
 try:
-    import apex.amp
+    import apex.amp  # and with it apex.parallel
 except Exception:  # not installed, newer than 25.04 (which lacks amp), or another package of that name
     apex = None
 
@@ -56,7 +56,7 @@ def main(args):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler would repeat images
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
@@ -66,19 +66,19 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     common.seed_everything(args.seed)  # the same initial weights in every run
-    # [AMP 1/7] `amp` has all calls of mixed precision: by PyTorch (TorchAmp, below main) or by Apex (ApexAmp).
-    amp = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
+    # [AMP 1/7] `mixed` has all calls of mixed precision: by PyTorch (TorchAmp, below main) or by Apex (ApexAmp).
+    mixed = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
     net = build_network(args).to(device)
     if args.sync_bn:
-        net = amp.convert_sync_batchnorm(net)
+        net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # [AMP 2/7] after to(device), before DDP
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] save the scale
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] after to(device), before DDP
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] before optimizer
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = amp.wrap(net)  # in PyTorch's DDP, or in Apex's
+    model = mixed.wrap(net)  # in PyTorch's DDP, or in Apex's
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")
 
@@ -89,12 +89,12 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, seconds = train_epoch(args, amp, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, seconds = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] Give rank 0's BatchNorm statistics to all, validate the own share, and add up the sums of all.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, amp, test_loader, net)  # `net` runs on this GPU alone, and waits for no other
+        val_sums = validate(args, mixed, test_loader, net)  # not `model`: its forward() needs the other GPUs, too
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -105,13 +105,13 @@ def main(args):
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DDP 8/8] Only rank 0 writes files. Save `net`: in `model`, the names of weights begin with "module."
+        # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
         if args.checkpoint and rank == 0:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
-    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
-    result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
+    result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
+    result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
@@ -146,12 +146,12 @@ class ApexAmp:
     def step(self):
         self.optimizer.step()  # does nothing after an overflow
 
-    def state_dict(self):  # also the optimizer's weights: in O2, they are float32 copies
+    def state_dict(self):  # also the weights that the optimizer updates: in O2, float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the float32 copies, before the optimizer's state
+        self.optimizer._amp_lazy_init()  # private; the copies must exist before the optimizer's state
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"]):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
@@ -171,9 +171,10 @@ class TorchAmp:
         if self.opt_level == "O3":
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused, its momentum starts as garbage if step 1 is skipped
-            for weight in net.parameters():
-                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        if isinstance(optimizer, torch.optim.SGD):  # fused, it leaves momentum uninitialised if step 1 is skipped
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         self.net, self.optimizer = net, optimizer
         return net, optimizer
 
@@ -215,22 +216,22 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
+    """Return SGD and its schedule: OneCycleLR sets learning rate and momentum (0.85 to 0.95) in each step."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, amp, model, images, labels, augment):
+def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     # [AMP 4/7] In O1, convolutions and matrix products run in float16. The loss is computed in float32.
-    with amp.autocast():
+    with mixed.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, amp, loader, net):
+def validate(args, mixed, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
@@ -238,7 +239,7 @@ def validate(args, amp, loader, net):
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, mixed, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -255,7 +256,7 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, amp, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
     model.train()
     device = next(model.parameters()).device
@@ -263,14 +264,13 @@ def train_epoch(args, amp, epoch, loader, model, optimizer, scheduler):
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
+        loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
         optimizer.zero_grad()
-        # [AMP 5/7] Multiply the loss by the scale, so that small gradients do not become zero.
-        amp.backward(loss)
+        mixed.backward(loss)  # [AMP 5/7] multiply the loss by the scale: small gradients do not become zero
         if args.clip_grad:
-            amp.clip(args.clip_grad)  # [AMP 6/7] clip the true gradients, divided by the scale
-        # [AMP 7/7] After an overflow, skip the step and halve the scale. DDP's average makes it the same for all.
-        amp.step()
+            mixed.clip(args.clip_grad)  # [AMP 6/7] clip the true gradients, divided by the scale
+        # [AMP 7/7] If a gradient is infinite, skip the step and halve the scale. DDP's average shows it to all.
+        mixed.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
@@ -309,7 +309,7 @@ def load_checkpoint(args, stateful):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("the processes find different checkpoints; put it where all can read it")
+        raise SystemExit(f"not all processes find the same {args.checkpoint}; is it on a shared disk?")
     return epochs_done, metrics
 
 
@@ -356,7 +356,7 @@ def parse_args(argv=None):
     if args.backend == "apex" and args.compile:
         parser.error("--compile does not work with Apex; use --backend torch")
     if args.backend == "torch" and args.opt_level == "O2":
-        parser.error("PyTorch has no O2 (float16 weights with float32 copies); use --opt-level O1")
+        parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
     return args
 

@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py
+    python ddp_spawn_train.py        # starts the processes itself, on one machine, also from a notebook
 
 Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
 gradients of all processes, so all copies keep the same weights. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
@@ -28,19 +28,19 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # reachable from this machine only
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
     with tempfile.TemporaryDirectory() as folder:  # in it, the processes meet and leave the metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
-        except torch.multiprocessing.ProcessExitedException as error:  # its own message is above
+        except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, unless killed
             raise SystemExit(f"{error}") from None
         return torch.load(f"{folder}/0")  # the metrics of rank 0
 
 
 def main(rank, args, folder):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process even while it waits for another one
-    torch.multiprocessing.set_start_method("fork", force=True)  # else DataLoader spawns, too: slower
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
+    torch.multiprocessing.set_start_method("fork", force=True)  # else DataLoader's processes are spawned, too
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
 
@@ -61,7 +61,7 @@ def main(rank, args, folder):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image is in exactly one share
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler would repeat images
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
@@ -96,7 +96,7 @@ def main(rank, args, folder):
         # [DDP 7/8] Give rank 0's BatchNorm statistics to all, validate the own share, and add up the sums of all.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # `net` runs on this GPU alone, and waits for no other
+        val_sums = validate(args, test_loader, net)  # not `model`: its forward() needs the other GPUs, too
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -107,16 +107,16 @@ def main(rank, args, folder):
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DDP 8/8] Only rank 0 writes files. Save `net`: in `model`, the names of weights begin with "module."
+        # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
         if args.checkpoint and rank == 0:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
-    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
-    result |= dict(gpus=world_size if cuda else 0, world_size=world_size)
+    result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
+    result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    torch.save(metrics, f"{folder}/{rank}")  # launch() returns those of rank 0
+    torch.save(metrics, f"{folder}/{rank}")  # launch() reads those of rank 0
     dist.destroy_process_group()
 
 
@@ -134,7 +134,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
+    """Return SGD and its schedule: OneCycleLR sets learning rate and momentum (0.85 to 0.95) in each step."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -225,7 +225,7 @@ def load_checkpoint(args, stateful):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit("the processes find different checkpoints; put it where all can read it")
+        raise SystemExit(f"not all processes find the same {args.checkpoint}; is it on a shared disk?")
     return epochs_done, metrics
 
 
@@ -272,4 +272,4 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":
-    launch()  # not in the new processes, which import this file, too
+    launch()  # the new processes import this file, too, but must not launch again

@@ -55,7 +55,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # `net` runs on this GPU alone, and waits for no other
+        val_sums = validate(args, test_loader, net)  # not `model`: its forward() needs the other GPUs, too
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -69,8 +69,8 @@ def main(args):
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
-    result = dict(script=os.path.basename(__file__), **vars(args), **metrics, seconds=time.perf_counter() - start)
-    result |= dict(gpus=gpus, world_size=1)
+    result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
+    result |= dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
@@ -101,7 +101,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. In each step, OneCycleLR changes learning rate and momentum (0.85 to 0.95)."""
+    """Return SGD and its schedule: OneCycleLR sets learning rate and momentum (0.85 to 0.95) in each step."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)

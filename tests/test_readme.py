@@ -41,13 +41,13 @@ def test_another_data_set_optimizer_and_metric_resume_like_an_unbroken_run(tmp_p
     text = re.sub("\n.*loading .=.*", "", path.read_text())  # no persistent workers
     text = text.replace("\nif __name__", f"\n{FUNCTIONS}\n\nif __name__")  # these come last, and so are taken
     flags = [word for word in CPU if word not in ("--synthetic", "--limit", "61")]
-    flags += ["--data-dir", str(images), *"--workers 1 --epochs 4 --checkpoint run.pt".split()]
+    flags += ["--data-dir", str(images), *"--workers 1 --epochs 3 --checkpoint run.pt".split()]
     for name, script in ("unbroken", text), ("resumed", text.replace(*KILL)), ("resumed", text):
         path.write_text(script)
         (top := tmp_path / name).mkdir(exist_ok=True)
         finished = run(command("ddp_launch_train", *flags, folder=path.parent), cwd=top)
     found = result(finished)
-    assert ": 3 of 4 epochs are done" in finished.stdout and found["train_loss"] < 2
+    assert ": 2 of 3 epochs are done" in finished.stdout and found["train_loss"] < 2
     assert left_by(tmp_path / "unbroken") == left_by(top)
     assert found["val_accuracy"] <= 0 < 0.4 < found["best_accuracy"] <= 1 == found["val_top5"]
     # The best weights are not the last ones and, used as README says, are right as often again.

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 CPU = [*SMALL, "--device", "cpu"]
 TINY = [*CPU, "--image-size", "4"]
-FOUND = "train_loss val_loss val_accuracy best_accuracy images_per_second seconds gpus world_size".split()
+FOUND = "train_loss val_loss val_accuracy best_accuracy images_per_second gpus world_size seconds".split()
 BUILD = "return common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)"
 FLOAT64 = [  # without BatchNorm and augmentation: the number of processes changes the rounding alone
     (BUILD, "return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Linear(8, 10)).double()"),
@@ -49,7 +49,7 @@ def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, 
         loss = "loss" if alone else "loss of rank 0:"
         agreed += "".join(rf"epoch {epoch} step {step}/5 {loss} \S+\n" for step in range(1, 6))
         agreed += rf"epoch {epoch} " + r" \S+ ".join(FOUND[:-3]) + r" \S+\n"
-    agreed += rf'RESULT {{"script": "{script}.py", .*"world_size": {1 if alone else 2}}}\n'
+    agreed += rf'RESULT {{"script": "{script}.py", .*"world_size": {1 if alone else 2}, .*}}\n'
     rest, others = re.subn(r"rank 1: process \d+ on cpu\n|rank .: peak GPU memory 0 MiB\n", "", finished.stdout)
     assert re.fullmatch(agreed, rest) and others == (0 if alone else 3), finished.stdout
     losses = [float(loss) for loss in re.findall(r"train_loss (\S+)", finished.stdout)]
@@ -79,6 +79,22 @@ def test_a_killed_run_resumes_and_ends_like_an_unbroken_one(script, first_runs, 
     finished = run(command(script, *flags), cwd=tmp_path)
     assert abs(killed.returncode) == 9 and ": 2 of 3 epochs are done" in finished.stdout, finished
     assert left_by(tmp_path) == left_by(first_runs(script)[1])
+
+
+def test_O0_by_torch_equals_ddp_launch_train_bit_for_bit(tmp_path, first_runs):
+    flags = [*CPU, "--epochs", "3", "--opt-level", "O0", "--checkpoint", f"{tmp_path}/run.pt"]
+    assert "resnet18, O0 by torch: " in run(command("apex_amp_train", *flags)).stdout
+    left = left_by(tmp_path)
+    assert left[0].pop("mixed") == {} and left == left_by(first_runs("ddp_launch_train")[1])
+
+
+def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_runs):
+    saved = torch.load(first_runs("apex_amp_train")[1] / "run.pt", weights_only=True)
+    for other in dict(opt_level="O3"), dict(backend="apex"):
+        torch.save(saved | dict(flags=saved["flags"] | other), tmp_path / "run.pt")
+        arguments = command("apex_amp_train", *TINY, "--epochs", "3", "--checkpoint", "run.pt", nproc=1)
+        [(name, value)] = other.items()
+        assert f"run.pt has {name}={value}; " in run(arguments, cwd=tmp_path).stderr
 
 
 def test_every_test_image_counts_once_on_1_2_and_3_processes():
