@@ -110,7 +110,8 @@ main() {
       flags+=(--synthetic)
     fi
   else
-    flags=(--device cpu --synthetic --arch resnet18 --image-size 8 --limit 224 --batch-size 32 --epochs 3 --lr 0.2)
+    flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 224 --batch-size 32 --epochs 3 --lr 0.2)
+    flags+=(--workers 1)
     note="No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
   fi
   say "$note"
