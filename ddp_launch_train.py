@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py
+    torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
 Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
 gradients of all processes, so all copies keep the same weights. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
@@ -30,7 +30,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(is_master=rank == 0)  # print() now prints on rank 0 only, unless force=True
+    common.setup_for_distributed(rank == 0)  # replaces print(): silent on other ranks, unless force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
@@ -39,6 +39,8 @@ def main(args):
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
+    common.seed_everything(args.seed)  # every run starts with the same weights
+    net = build_network(args).to(device)
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
@@ -47,18 +49,16 @@ def main(args):
     # [DDP 4/8] Each process reads its own share of the images.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # also shuffles
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler would repeat images
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # unlike DistributedSampler, repeats none
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
+    # Keep the data-loading processes for all epochs: 3% faster. The generator seeds them once, at their start.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
-    common.seed_everything(args.seed)  # the same initial weights in every run
-    net = build_network(args).to(device)
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
@@ -80,10 +80,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Give rank 0's BatchNorm statistics to all, validate the own share, and add up the sums of all.
+        # [DDP 7/8] Copy rank 0's BatchNorm statistics to all, let each validate its own images, add up all sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)  # not `model`: its forward() needs the other GPUs, too
+            dist.broadcast(buffer, src=0)  # DDP does so before each training step, but not after the last one
+        val_sums = validate(args, test_loader, net)  # not `model`: its forward() uses the other GPUs, too
         dist.all_reduce(train_sums)
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
@@ -120,7 +120,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule: OneCycleLR sets learning rate and momentum (0.85 to 0.95) in each step."""
+    """Return SGD and its schedule. OneCycleLR sets learning rate and momentum (0.85 to 0.95, not 0.9) per step."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -169,7 +169,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
-        loss.backward()  # also combines the gradients of all GPUs
+        loss.backward()  # meanwhile, DDP averages the gradients of all processes
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -202,7 +202,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
@@ -211,7 +211,7 @@ def load_checkpoint(args, stateful):
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit(f"not all processes find the same {args.checkpoint}; is it on a shared disk?")
+        raise SystemExit(f"the processes find different versions of {args.checkpoint}; all must read one file")
     return epochs_done, metrics
 
 
@@ -235,10 +235,9 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
-    add("--timeout", type=int, default=600, help="end the run if a process waits this many seconds (default: 600)")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written in each epoch; resume from it")
+    add("--timeout", type=int, default=600, help="end the run if a process waits so many seconds (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--local-rank", "--local_rank", help=argparse.SUPPRESS)  # the old launcher passes it
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1

@@ -28,18 +28,18 @@ def main(args):
     gpus = torch.cuda.device_count() if cuda else 0
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     train_set, test_set = load_data(args)
+    common.seed_everything(args.seed)  # every run starts with the same weights
+    net = build_network(args).to(device)
 
     sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. Their random numbers come from the generator.
+    # Keep the data-loading processes for all epochs: 3% faster. The generator seeds them once, at their start.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
-    common.seed_everything(args.seed)  # the same initial weights in every run
-    net = build_network(args).to(device)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
@@ -55,7 +55,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # not `model`: its forward() needs the other GPUs, too
+        val_sums = validate(args, test_loader, net)  # not `model`: its forward() uses the other GPUs, too
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -101,7 +101,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule: OneCycleLR sets learning rate and momentum (0.85 to 0.95) in each step."""
+    """Return SGD and its schedule. OneCycleLR sets learning rate and momentum (0.85 to 0.95, not 0.9) per step."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -150,7 +150,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         optimizer.zero_grad()
-        loss.backward()  # also combines the gradients of all GPUs
+        loss.backward()  # adds up the gradients of all copies on GPU 0
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -183,7 +183,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device local_rank".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
@@ -211,7 +211,7 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, help="file to write every epoch and to resume from; also FILE.best")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written in each epoch; resume from it")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():

@@ -139,10 +139,8 @@ def test_pretrained_loads_all_weights_but_the_last_layer(tmp_path):
     assert all(torch.equal(after[name], net.state_dict()[name]) for name in after)
 
 
-def test_bf16_by_the_old_launcher_starts_with_nearly_the_losses_of_fp32(first_runs):
-    arguments = command("ddp_launch_train", *CPU, "--epochs", "1", "--precision", "bf16")
-    arguments[2] = "torch.distributed.launch"
-    finished = run(arguments)
+def test_bf16_starts_with_nearly_the_losses_of_fp32(first_runs):
+    finished = run(command("ddp_launch_train", *CPU, "--epochs", "1", "--precision", "bf16"))
     bf16, fp32 = step_losses(finished)[0], step_losses(first_runs("ddp_launch_train")[0])[0]
     assert bf16 != fp32 and bf16 == pytest.approx(fp32, rel=0.02)
 

@@ -97,7 +97,7 @@ def test_processes_that_find_different_checkpoints_say_so(tmp_path):
     result(run(command("ddp_spawn_train", *ONE, folder=folder, nproc=1), cwd=tmp_path))  # writes 0.pt
     finished = run(command("ddp_spawn_train", *ONE, folder=folder), cwd=tmp_path)
     assert finished.returncode == 1 and "Traceback" not in finished.stderr and "RESULT" not in finished.stdout
-    assert ".pt; is it on a shared disk?\n" in finished.stderr
+    assert ".pt; all must read one file\n" in finished.stderr
 
 
 def test_a_negative_number_in_cuda_visible_devices_means_the_cpu():
