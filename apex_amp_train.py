@@ -4,8 +4,8 @@
 
 O1 runs convolutions and matrix products in float16, which is faster. Small gradients would become zero there, so
 the loss is multiplied by a scale, and the gradients are divided by it before the step. O0 is float32. O2 (by Apex)
-has float16 weights (not in BatchNorm), and float32 copies. O3 is float16 without a scale. Apex's amp is old
-and ended with tag 25.04. [AMP 1/7] to [AMP 7/7] mark the calls that are added to ddp_launch_train.py.
+has float16 weights, and updates float32 copies of them. O3 is float16 without a scale. bfloat16, as in
+ddp_launch_train.py, needs no scale. [AMP 1/7] to [AMP 7/7] mark what differs from that script.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # replaces print(): silent on other ranks, unless force=True
+    common.setup_for_distributed(rank == 0)  # replaces the builtin print(): only rank 0 prints, or force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
@@ -54,33 +54,33 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of the images.
+    # [DDP 4/8] Each process reads its own share of each batch. Shares of equal size make the average right.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # unlike DistributedSampler, repeats none
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image exactly once, no padding
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. The generator seeds them once, at their start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
-    # [AMP 1/7] `mixed` has all calls of mixed precision: by PyTorch (TorchAmp, below main) or by Apex (ApexAmp).
+    # [AMP 1/7] The calls of mixed precision are methods of this object: see TorchAmp, right below main().
     mixed = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] Apex changes both; before DDP
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] save it
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] may change them, so before DDP
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] save the scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
     model = mixed.wrap(net)  # in PyTorch's DDP, or in Apex's
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")
+        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
 
     print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
@@ -91,11 +91,11 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Copy rank 0's BatchNorm statistics to all, let each validate its own images, add up all sums.
+        # [DDP 7/8] Validate `net`: the forward() of `model` would wait for processes that have fewer batches.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # DDP does so before each training step, but not after the last one
-        val_sums = validate(args, mixed, test_loader, net)  # not `model`: its forward() uses the other GPUs, too
-        dist.all_reduce(train_sums)
+            dist.broadcast(buffer, src=0)  # DDP copies BatchNorm's statistics before each step, not after the last
+        val_sums = validate(args, mixed, test_loader, net)
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -117,46 +117,6 @@ def main(args):
     dist.destroy_process_group()
 
 
-class ApexAmp:
-    """Mixed precision by NVIDIA Apex. TorchAmp, below, has the same methods by PyTorch."""
-
-    def __init__(self, opt_level):
-        self.opt_level = opt_level
-
-    def convert_sync_batchnorm(self, net):
-        return apex.parallel.convert_syncbn_model(net)
-
-    def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 change net to float16
-        self.optimizer = optimizer
-        return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
-
-    def wrap(self, net):
-        return apex.parallel.DistributedDataParallel(net)
-
-    def autocast(self):
-        return contextlib.nullcontext()  # nothing is left to do after initialize()
-
-    def backward(self, loss):
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # after it, divides the gradients
-            scaled_loss.backward()
-
-    def clip(self, norm):
-        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
-
-    def step(self):
-        self.optimizer.step()  # does nothing after an overflow
-
-    def state_dict(self):  # also the weights that the optimizer updates: in O2, float32 copies
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the copies, before the optimizer's state is loaded
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"]):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
-
-
 class TorchAmp:
     """Mixed precision by PyTorch: autocast and GradScaler. It has no O2."""
 
@@ -171,7 +131,7 @@ class TorchAmp:
         if self.opt_level == "O3":
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused, it leaves momentum uninitialised if step 1 is skipped
+        if isinstance(optimizer, torch.optim.SGD):  # else, if step 1 is skipped, fused SGD reads garbage
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -202,6 +162,46 @@ class TorchAmp:
         self.scaler.load_state_dict(state)
 
 
+class ApexAmp:
+    """The same methods by NVIDIA Apex, whose amp is deprecated and ended with tag 25.04."""
+
+    def __init__(self, opt_level):
+        self.opt_level = opt_level
+
+    def convert_sync_batchnorm(self, net):
+        return apex.parallel.convert_syncbn_model(net)
+
+    def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 change net to float16
+        self.optimizer = optimizer
+        return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
+
+    def wrap(self, net):
+        return apex.parallel.DistributedDataParallel(net)
+
+    def autocast(self):
+        return contextlib.nullcontext()  # nothing is left to do after initialize()
+
+    def backward(self, loss):
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
+            scaled_loss.backward()
+
+    def clip(self, norm):
+        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
+
+    def step(self):
+        self.optimizer.step()  # after an overflow, Apex lets it do nothing
+
+    def state_dict(self):  # also the weights that the optimizer updates: in O2, float32 copies
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):
+        self.optimizer._amp_lazy_init()  # private; makes the copies, before the optimizer's state is loaded
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"]):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
+
+
 # ------------------------------------------------------------ Replace these in your own project
 
 
@@ -216,16 +216,16 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. OneCycleLR sets learning rate and momentum (0.85 to 0.95, not 0.9) per step."""
+    """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
 def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 4/7] torch.autocast: convolutions and matrix products run in float16. The loss stays in float32.
+    # [AMP 4/7] Keep this: torch.autocast runs convolutions and matrix products in float16. The loss is float32.
     with mixed.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
@@ -269,7 +269,7 @@ def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
         mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(): small gradients do not become zero
         if args.clip_grad:
             mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer): divide gradients by the scale first
-        # [AMP 7/7] scaler.step(optimizer), scaler.update(): if gradients overflow, skip the step, halve the scale.
+        # [AMP 7/7] scaler.step(), update(): after an overflow (DDP spreads it to all), skip it, halve the scale.
         mixed.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
@@ -303,13 +303,13 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()
+    found = [None] * dist.get_world_size()  # every process calls this function; compare what they found
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit(f"the processes find different versions of {args.checkpoint}; all must read one file")
+        raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
     return epochs_done, metrics
 
 
@@ -334,8 +334,8 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written in each epoch; resume from it")
-    add("--timeout", type=int, default=600, help="end the run if a process waits so many seconds (default: 600)")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
+    add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():

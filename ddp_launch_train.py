@@ -30,7 +30,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # replaces print(): silent on other ranks, unless force=True
+    common.setup_for_distributed(rank == 0)  # replaces the builtin print(): only rank 0 prints, or force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
@@ -46,13 +46,13 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of the images.
+    # [DDP 4/8] Each process reads its own share of each batch. Shares of equal size make the average right.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # unlike DistributedSampler, repeats none
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image exactly once, no padding
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. The generator seeds them once, at their start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -60,7 +60,7 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
@@ -69,7 +69,7 @@ def main(args):
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
     model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, not copied back: 15% faster
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")
+        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
 
     print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
@@ -80,11 +80,11 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Copy rank 0's BatchNorm statistics to all, let each validate its own images, add up all sums.
+        # [DDP 7/8] Validate `net`: the forward() of `model` would wait for processes that have fewer batches.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # DDP does so before each training step, but not after the last one
-        val_sums = validate(args, test_loader, net)  # not `model`: its forward() uses the other GPUs, too
-        dist.all_reduce(train_sums)
+            dist.broadcast(buffer, src=0)  # DDP copies BatchNorm's statistics before each step, not after the last
+        val_sums = validate(args, test_loader, net)
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -120,9 +120,9 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. OneCycleLR sets learning rate and momentum (0.85 to 0.95, not 0.9) per step."""
+    """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
@@ -205,13 +205,13 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()
+    found = [None] * dist.get_world_size()  # every process calls this function; compare what they found
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit(f"the processes find different versions of {args.checkpoint}; all must read one file")
+        raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
     return epochs_done, metrics
 
 
@@ -235,8 +235,8 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written in each epoch; resume from it")
-    add("--timeout", type=int, default=600, help="end the run if a process waits so many seconds (default: 600)")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
+    add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():

@@ -29,7 +29,7 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
-    with tempfile.TemporaryDirectory() as folder:  # for the file by which they connect, and metrics
+    with tempfile.TemporaryDirectory() as folder:  # main() connects by a file in it, and leaves metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
@@ -42,7 +42,7 @@ def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
     torch.multiprocessing.set_start_method("fork", force=True)  # else DataLoader spawns, too, which is slower
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
-    common.setup_for_distributed(rank == 0)  # replaces print(): silent on other ranks, unless force=True
+    common.setup_for_distributed(rank == 0)  # replaces the builtin print(): only rank 0 prints, or force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
@@ -59,13 +59,13 @@ def main(rank, args, folder):
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # connect by a file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
-    # [DDP 4/8] Each process reads its own share of the images.
+    # [DDP 4/8] Each process reads its own share of each batch. Shares of equal size make the average right.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # unlike DistributedSampler, repeats none
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image exactly once, no padding
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. The generator seeds them once, at their start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -73,7 +73,7 @@ def main(rank, args, folder):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
@@ -82,7 +82,7 @@ def main(rank, args, folder):
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
     model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, not copied back: 15% faster
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")
+        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
 
     print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
@@ -93,11 +93,11 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Copy rank 0's BatchNorm statistics to all, let each validate its own images, add up all sums.
+        # [DDP 7/8] Validate `net`: the forward() of `model` would wait for processes that have fewer batches.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # DDP does so before each training step, but not after the last one
-        val_sums = validate(args, test_loader, net)  # not `model`: its forward() uses the other GPUs, too
-        dist.all_reduce(train_sums)
+            dist.broadcast(buffer, src=0)  # DDP copies BatchNorm's statistics before each step, not after the last
+        val_sums = validate(args, test_loader, net)
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
@@ -134,9 +134,9 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. OneCycleLR sets learning rate and momentum (0.85 to 0.95, not 0.9) per step."""
+    """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
@@ -219,13 +219,13 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()
+    found = [None] * dist.get_world_size()  # every process calls this function; compare what they found
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
-        raise SystemExit(f"the processes find different versions of {args.checkpoint}; all must read one file")
+        raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
     return epochs_done, metrics
 
 
@@ -249,8 +249,8 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written in each epoch; resume from it")
-    add("--timeout", type=int, default=600, help="end the run if a process waits so many seconds (default: 600)")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
+    add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="processes (default: one per GPU)")
     args = parser.parse_args(argv)

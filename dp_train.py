@@ -33,7 +33,7 @@ def main(args):
 
     sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. The generator seeds them once, at their start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -47,7 +47,7 @@ def main(args):
     # [DP 2/4] Wrap the network; `net` is still the one inside. Its BatchNorm statistics see GPU 0's images only.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")
+        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
 
     print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -55,7 +55,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)  # not `model`: its forward() uses the other GPUs, too
+        val_sums = validate(args, test_loader, net)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -101,9 +101,9 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. OneCycleLR sets learning rate and momentum (0.85 to 0.95, not 0.9) per step."""
+    """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
@@ -186,7 +186,7 @@ def load_checkpoint(args, stateful):
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():
             if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}; use the same flags, or another file")
+                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
     return epochs_done, metrics
@@ -211,7 +211,7 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written in each epoch; resume from it")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():

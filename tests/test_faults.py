@@ -231,5 +231,5 @@ def test_a_finished_run_prints_its_result_again_and_another_lr_or_epochs_is_refu
     assert dict(result(again), seconds=first["seconds"]) == first
     for name, value, saved in ("lr", "0.03", "0.02"), ("epochs", "3", "2"):
         refused = run(command("dp_train", *flags, f"--{name}", value))
-        assert refused.stderr == f"{tmp_path}/run.pt has {name}={saved}; use the same flags, or another file\n"
+        assert refused.stderr == f"{tmp_path}/run.pt has {name}={saved}, not {value}; use its flags\n"
         assert refused.returncode != 0

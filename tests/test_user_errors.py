@@ -30,7 +30,7 @@ dp | --checkpoint archive | archive (IsADirectoryError)
 launch, spawn | --checkpoint cut | cut (RuntimeError)
 dp, apex | --checkpoint code | code (UnpicklingError)
 dp | --checkpoint run.pt.best | run.pt.best (KeyError)
-dp, launch | --checkpoint run.pt | run.pt has arch=resnet50; use the same flags
+dp, launch | --checkpoint run.pt | run.pt has arch=resnet50, not resnet18; use its flags
 apex | --backend apex | --backend apex needs a GPU, and NVIDIA Apex 25.04
 apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with float32 copies); use O1, or
 """
@@ -97,7 +97,7 @@ def test_processes_that_find_different_checkpoints_say_so(tmp_path):
     result(run(command("ddp_spawn_train", *ONE, folder=folder, nproc=1), cwd=tmp_path))  # writes 0.pt
     finished = run(command("ddp_spawn_train", *ONE, folder=folder), cwd=tmp_path)
     assert finished.returncode == 1 and "Traceback" not in finished.stderr and "RESULT" not in finished.stdout
-    assert ".pt; all must read one file\n" in finished.stderr
+    assert ".pt; use a shared disk\n" in finished.stderr
 
 
 def test_a_negative_number_in_cuda_visible_devices_means_the_cpu():
