@@ -36,9 +36,8 @@ def load_cifar10(data_dir, limit=None, synthetic=False):
         try:
             with FileLock(f"{data_dir}/.cifar10.lock"):  # creates the folder, too
                 splits = [CIFAR10(data_dir, train, download=True) for train in (True, False)]
-        except Exception as error:
-            advice = f"put {CIFAR10.filename} into {data_dir}, or use --synthetic"
-            raise SystemExit(f"cannot find or download CIFAR-10 ({error}); {advice}") from None
+        except Exception as why:
+            raise SystemExit(f"no data: {why}; put {CIFAR10.filename} in {data_dir}, or use --synthetic") from None
     return [TensorDataset(torch.from_numpy(s.data[:limit]), torch.tensor(s.targets[:limit])) for s in splits]
 
 
@@ -58,10 +57,9 @@ def prepare(images, size, pretrained=False, augment=False):
 @functools.cache  # copy them to the GPU once, not in every step
 def mean_and_std(pretrained, device):
     """Return mean and standard deviation per colour: ImageNet's for pretrained weights, else CIFAR-10's."""
-    values = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-    if pretrained:
-        values = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    return 255 * torch.tensor(values, device=device)[:, :, None, None]  # (2, 3, 1, 1)
+    cifar10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    return 255 * torch.tensor(imagenet if pretrained else cifar10, device=device)[:, :, None, None]  # (2, 3, 1, 1)
 
 
 def shift_and_flip(images):
@@ -82,6 +80,8 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
     Images of up to 64 pixels get the ResNet paper's first layers for CIFAR-10 (https://arxiv.org/abs/1512.03385).
     `pretrained` loads ImageNet weights. `freeze_backbone` freezes all layers but the last, BatchNorm included.
     """
+    if pretrained and image_size <= 64:
+        raise SystemExit("--pretrained needs --image-size 65 or more")
     norm_layer = torchvision.ops.FrozenBatchNorm2d if freeze_backbone else nn.BatchNorm2d
     # The next two lines keep the loss from jumping: five epochs (batch 1,024) reach 72% with and 31% without them.
     net = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)

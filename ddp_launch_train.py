@@ -38,8 +38,8 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
+    common.seed_everything(args.seed)  # the same data and initial weights in every process and every run
     train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
-    common.seed_everything(args.seed)  # every run starts with the same weights
     net = build_network(args).to(device)
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
@@ -71,7 +71,7 @@ def main(args):
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
 
-    print(f"{args.arch}, {args.precision}: {epochs_done} of {args.epochs} epochs are done")
+    print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -89,7 +89,7 @@ def main(args):
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit(f"the loss of epoch {epoch} is NaN or infinite; try a smaller --lr")
+            raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
         metrics["best_accuracy"] = max(previous_best, metrics["val_accuracy"])
         metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
@@ -99,6 +99,7 @@ def main(args):
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
+
     result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
     print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
@@ -150,7 +151,7 @@ def validate(args, loader, net):
 
 
 def metrics_from(train_sums, val_sums):
-    """Return the metrics, given the sums over all images. main() keeps the weights with the best val_accuracy."""
+    """Return the metrics, as floats, from the sums over all images. The best val_accuracy decides FILE.best."""
     train_loss, train_count = train_sums.tolist()
     val_loss, correct, count = val_sums.tolist()
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
@@ -240,11 +241,9 @@ def parse_args(argv=None):
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        least = 0 if name in ("lr", "clip_grad", "workers", "seed") else 1
+        least = 1 if type(value) is int and name not in ("workers", "seed") else 0
         if type(value) in (int, float) and not value >= least:  # refuses NaN, too
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if args.pretrained and args.image_size <= 64:
-        parser.error("--pretrained needs --image-size 65 or more")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

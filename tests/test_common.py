@@ -57,7 +57,7 @@ def test_cifar10_is_downloaded_once_and_checked(tmp_path, monkeypatch):
         assert len(asked) == 2  # torchvision asks twice for one download: where it is, and for it
         archive.write_bytes(archive.read_bytes() + b"more")
         said = pool.apply(load, (url, md5, tmp_path / "other"))
-    assert said.startswith("cannot find or download CIFAR-10 (File not found or corrupted.); put cifar-10-python.")
+    assert said.startswith("no data: File not found or corrupted.; put cifar-10-python.")
     assert not (tmp_path / "other" / "cifar-10-batches-py").exists()
 
 

@@ -20,9 +20,9 @@ python launch, python apex, RANK=0 python launch, RANK=0 python apex | | start t
 torchrun dp, torchrun spawn | | start this script without torchrun: python
 launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by the number of processes, 2
 dp, launch, spawn | --batch-size 62 | --batch-size is more than the 61 training images
-dp, launch, spawn | --data-dir none | ; put cifar-10-python.tar.gz into none, or use --synthetic
-apex | --data-dir archive | ; put cifar-10-python.tar.gz into archive, or use --synthetic
-dp | --data-dir tampered | ; put cifar-10-python.tar.gz into tampered, or use --synthetic
+dp, launch, spawn | --data-dir none | ; put cifar-10-python.tar.gz in none, or use --synthetic
+apex | --data-dir archive | ; put cifar-10-python.tar.gz in archive, or use --synthetic
+dp | --data-dir tampered | ; put cifar-10-python.tar.gz in tampered, or use --synthetic
 TORCH_HOME=none dp, TORCH_HOME=. spawn | --pretrained --image-size 65 | ; put https:
 launch | --pretrained --image-size 64 | --pretrained needs --image-size 65 or more
 dp | --checkpoint missing/run.pt | missing for --checkpoint
