@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-O1 runs convolutions and matrix products in float16, which is faster. Small gradients would become zero there, so
-the loss is multiplied by a scale, and the gradients are divided by it before the step. O0 is float32. O2 (by Apex)
-has float16 weights, and updates float32 copies of them. O3 is float16 without a scale. bfloat16, as in
-ddp_launch_train.py, needs no scale. [AMP 1/7] to [AMP 7/7] mark what differs from that script.
+Levels, as Apex calls them: O0 is float32. O1 runs convolutions and matrix products in float16. O2 (Apex only) has
+float16 weights, and updates float32 copies of them. O3 is float16 throughout. In float16, small gradients become
+zero. So O1 and O2 multiply the loss by a scale, and divide the gradients by it before the step. bfloat16 needs no
+scale: prefer ddp_launch_train.py if your GPU has it. [AMP 1/7] to [AMP 7/7] mark the steps of mixed precision.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # replaces the builtin print(): only rank 0 prints, or force=True
+    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
@@ -54,13 +54,13 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Shares of equal size make the average right.
+    # [DDP 4/8] Each process reads its own share of each batch. All are of equal size, since DDP averages them.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image exactly once, no padding
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler would repeat some
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -72,8 +72,8 @@ def main(args):
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] may change them, so before DDP
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] save the scale
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] O2, O3: weights become float16, so before DDP
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] keep this order
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
@@ -91,9 +91,9 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Validate `net`: the forward() of `model` would wait for processes that have fewer batches.
+        # [DDP 7/8] BatchNorm's statistics differ between processes by one step: use rank 0's. Add up the sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # DDP copies BatchNorm's statistics before each step, not after the last
+            dist.broadcast(buffer, src=0)
         val_sums = validate(args, mixed, test_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -119,7 +119,7 @@ def main(args):
 
 
 class TorchAmp:
-    """Mixed precision by PyTorch: autocast and GradScaler. It has no O2."""
+    """The class to copy. O1 is autocast() [AMP 4], backward() [5], clip() [6] and step() [7]."""
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
@@ -132,7 +132,7 @@ class TorchAmp:
         if self.opt_level == "O3":
             net.half()
             net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # else, if step 1 is skipped, fused SGD reads garbage
+        if isinstance(optimizer, torch.optim.SGD):  # if fused, a skipped first step leaves momentum unset
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -164,7 +164,7 @@ class TorchAmp:
 
 
 class ApexAmp:
-    """The same methods by NVIDIA Apex, whose amp is deprecated and ended with tag 25.04."""
+    """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
 
     def __init__(self, opt_level):
         self.opt_level = opt_level
@@ -226,7 +226,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 4/7] Keep this: torch.autocast runs convolutions and matrix products in float16. The loss is float32.
+    # [AMP 4/7] In your version, too, run the network under autocast (O1: in float16), and the loss in float32.
     with mixed.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
@@ -269,8 +269,8 @@ def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
         optimizer.zero_grad()
         mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(): small gradients do not become zero
         if args.clip_grad:
-            mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer): divide gradients by the scale first
-        # [AMP 7/7] scaler.step(), update(): after an overflow (DDP spreads it to all), skip it, halve the scale.
+            mixed.clip(args.clip_grad)  # [AMP 6/7] divides by the scale first: else it would clip scaled gradients
+        # [AMP 7/7] An overflow reaches all processes through DDP: all skip the step and halve the scale.
         mixed.step()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step

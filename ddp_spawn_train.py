@@ -42,7 +42,7 @@ def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
     torch.multiprocessing.set_start_method("fork", force=True)  # else DataLoader spawns, too, which is slower
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
-    common.setup_for_distributed(rank == 0)  # replaces the builtin print(): only rank 0 prints, or force=True
+    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
     cuda = args.device == "cuda"
@@ -59,13 +59,13 @@ def main(rank, args, folder):
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # connect by a file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Shares of equal size make the average right.
+    # [DDP 4/8] Each process reads its own share of each batch. All are of equal size, since DDP averages them.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # each image exactly once, no padding
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler would repeat some
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)
@@ -93,9 +93,9 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Validate `net`: the forward() of `model` would wait for processes that have fewer batches.
+        # [DDP 7/8] BatchNorm's statistics differ between processes by one step: use rank 0's. Add up the sums.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)  # DDP copies BatchNorm's statistics before each step, not after the last
+            dist.broadcast(buffer, src=0)
         val_sums = validate(args, test_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)

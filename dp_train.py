@@ -33,7 +33,7 @@ def main(args):
 
     sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. `generator` seeds them, once, when they start.
+    # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed))
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     test_loader = DataLoader(test_set, **loading)

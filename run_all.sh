@@ -82,7 +82,7 @@ main() {
     python=$(find_python tests/requirements.txt torch torchvision pytest xdist ruff) || exit 1
     "$python" -m ruff check . || exit 1
     PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run results/measure.sh || exit 1
-    exec "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+    exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
   fi
 
   local settings gpus apex data_dir level first=${CUDA_VISIBLE_DEVICES-0} flags=() note='' rows=()
