@@ -46,11 +46,11 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of each batch. All are of equal size, since DDP averages them.
+    # [DDP 4/8] Each process reads its own share of each batch. Equal shares make DDP's average that of the batch.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler would repeat some
+    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler may repeat some
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
     loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
@@ -67,7 +67,7 @@ def main(args):
 
     # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
     # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients stay in DDP's buffers, not copied back: 15% faster
+    model = DDP(net, gradient_as_bucket_view=True)  # no copies of gradients: 15% faster at 256 images
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
 
@@ -80,7 +80,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ between processes by one step: use rank 0's. Add up the sums.
+        # [DDP 7/8] BatchNorm's statistics differ between the processes: validate with those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, test_loader, net)

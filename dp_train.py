@@ -44,7 +44,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network; `net` is still the one inside. Its BatchNorm statistics see GPU 0's images only.
+    # [DP 2/4] Wrap the network; `net` is the one inside. Its BatchNorm statistics come from GPU 0's images only.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
@@ -78,8 +78,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] In each step, nn.DataParallel starts a new thread for each copy. In it, autocast takes float16 for
-    # bf16, and cudnn.benchmark starts again. A loop is enough: it queues work for each GPU without waiting.
+    # [DP 4/4] In each step, nn.DataParallel starts new threads. In them, autocast uses float16 instead of bf16,
+    # and cudnn.benchmark starts again. A loop is enough: it queues work for each GPU without waiting.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs):
