@@ -2,10 +2,12 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-Levels, as Apex calls them: O0 is float32. O1 runs convolutions and matrix products in float16. O2 (Apex only) has
-float16 weights, and updates float32 copies of them. O3 is float16 throughout. In float16, small gradients become
-zero. So O1 and O2 multiply the loss by a scale, and divide the gradients by it before the step. bfloat16 needs no
-scale: prefer ddp_launch_train.py if your GPU has it. [AMP 1/7] to [AMP 7/7] mark the steps of mixed precision.
+Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32. In
+float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
+before the step. If the scale makes gradients infinite (an overflow), the step is skipped and the scale halved.
+bfloat16 needs no scale: if your GPU has it, prefer ddp_launch_train.py, which also explains DDP. Apex has levels:
+O0 is float32, O1 is as above, O2 (Apex only) has float16 weights and updates float32 copies of them, O3 is float16
+throughout without a scale, only to compare speed. [AMP 1/7] to [AMP 7/7] mark the steps of mixed precision.
 """
 
 import argparse
@@ -46,24 +48,24 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    common.seed_everything(args.seed)  # the same data and initial weights in every process and every run
-    train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
+    common.seed_everything(args.seed)  # the same initial weights in every run
+    train_set, val_set = load_data(args)  # before connecting: a long download must not run into --timeout
     net = build_network(args).to(device)
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Equal shares make DDP's average that of the batch.
+    # [DDP 4/8] Each process reads its own share of each batch. Shares are equal: every step needs all processes.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler may repeat some
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
-    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
+    loading["persistent_workers"] = args.workers > 0  # keep the data-loading processes for all epochs: 3% faster
+    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)  # seeds these processes
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    test_loader = DataLoader(test_set, **loading)
+    val_loader = DataLoader(val_set, **loading)
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
@@ -72,15 +74,15 @@ def main(args):
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] O2, O3: weights become float16, so before DDP
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] save the scale
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP, as Apex may change the network
+    # [AMP 3/7] A checkpoint has the scale, too. Apex must load it before the optimizer.
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
-    # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
     model = mixed.wrap(net)  # in PyTorch's DDP, or in Apex's
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
+        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
     print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
@@ -89,20 +91,20 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, seconds = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ between the processes: validate with those of rank 0.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ between processes: send those of rank 0.
+        # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, mixed, test_loader, net)
+        val_sums = validate(args, mixed, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
-        metrics["best_accuracy"] = max(previous_best, metrics["val_accuracy"])
-        metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
+        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
         # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
@@ -119,7 +121,7 @@ def main(args):
 
 
 class TorchAmp:
-    """The class to copy. O1 is autocast() [AMP 4], backward() [5], clip() [6] and step() [7]."""
+    """By PyTorch. For mixed precision of your own, copy O1: all but the two lines of O3."""
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
@@ -128,39 +130,38 @@ class TorchAmp:
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
-    def initialize(self, net, optimizer):
+    def initialize(self, net, optimizer):  # [AMP 2]
+        self.net, self.optimizer = net, optimizer
         if self.opt_level == "O3":
-            net.half()
-            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # if fused, a skipped first step leaves momentum unset
+            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):  # if fused, a skipped first step leaves random momentum
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        self.net, self.optimizer = net, optimizer
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # no copies of gradients: 15% faster at 256 images
+        return DDP(net, gradient_as_bucket_view=True)  # saves a copy: 15% faster at 256 images per GPU
 
-    def autocast(self):
-        return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
-
-    def backward(self, loss):
-        self.scaler.scale(loss).backward()
-
-    def clip(self, norm):
-        self.scaler.unscale_(self.optimizer)  # divides the gradients
-        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
-
-    def step(self):
-        self.scaler.step(self.optimizer)  # divides the gradients, unless clip() did; no step after an overflow
-        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
-
-    def state_dict(self):
+    def state_dict(self):  # [AMP 3]
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
         self.scaler.load_state_dict(state)
+
+    def autocast(self):  # [AMP 4]
+        return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
+
+    def backward(self, loss):  # [AMP 5]
+        self.scaler.scale(loss).backward()
+
+    def clip(self, norm):  # [AMP 6]
+        self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
+        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
+
+    def step(self):  # [AMP 7]
+        self.scaler.step(self.optimizer)  # also divides, unless clip() did; after an overflow, makes no step
+        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
 
 
 class ApexAmp:
@@ -172,27 +173,14 @@ class ApexAmp:
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
-    def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 change net to float16
+    def initialize(self, net, optimizer):  # [AMP 2] O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
         return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
 
     def wrap(self, net):
         return apex.parallel.DistributedDataParallel(net)
 
-    def autocast(self):
-        return contextlib.nullcontext()  # nothing is left to do after initialize()
-
-    def backward(self, loss):
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
-            scaled_loss.backward()
-
-    def clip(self, norm):
-        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
-
-    def step(self):
-        self.optimizer.step()  # after an overflow, Apex lets it do nothing
-
-    def state_dict(self):  # also the weights that the optimizer updates: in O2, float32 copies
+    def state_dict(self):  # [AMP 3] also the weights that the optimizer updates, in O2 float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -202,12 +190,25 @@ class ApexAmp:
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
 
+    def autocast(self):  # [AMP 4]
+        return contextlib.nullcontext()  # nothing is left to do after initialize()
+
+    def backward(self, loss):  # [AMP 5]
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
+            scaled_loss.backward()
+
+    def clip(self, norm):  # [AMP 6]
+        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
+
+    def step(self):  # [AMP 7]
+        self.optimizer.step()  # after an overflow, Apex lets it do nothing
+
 
 # ------------------------------------------------------------ Replace these in your own project
 
 
 def load_data(args):
-    """Return the training set and the test set. Their items are (image, label)."""
+    """Return the training set and the validation set. Their items are (image, label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
@@ -226,7 +227,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 4/7] In your version, too, run the network under autocast (O1: in float16), and the loss in float32.
+    # [AMP 4/7] Run the network under autocast, and compute the loss in float32, also when you replace this.
     with mixed.autocast():
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
@@ -258,7 +259,7 @@ def metrics_from(train_sums, val_sums):
 
 
 def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
-    """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
+    """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     device = next(model.parameters()).device
     sums = torch.zeros(2, device=device)
@@ -267,18 +268,17 @@ def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
         optimizer.zero_grad()
-        mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(): small gradients do not become zero
+        mixed.backward(loss)  # [AMP 5/7] of the scaled loss; meanwhile, DDP averages the gradients
         if args.clip_grad:
-            mixed.clip(args.clip_grad)  # [AMP 6/7] divides by the scale first: else it would clip scaled gradients
-        # [AMP 7/7] An overflow reaches all processes through DDP: all skip the step and halve the scale.
-        mixed.step()
+            mixed.clip(args.clip_grad)  # [AMP 6/7] clips the gradients of the loss, not of the scaled loss
+        mixed.step()  # [AMP 7/7] DDP brings an overflow to all processes: all skip the step, and halve the scale
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
     sums.tolist()  # waits for the GPU; only then read the clock
-    return sums, time.perf_counter() - start
+    return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
 
 def save_atomically(state, path):
@@ -297,17 +297,17 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
-        for name, value in flags.items():
+        for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()  # every process calls this function; compare what they found
+    found = [None] * dist.get_world_size()  # all processes call this function: compare what they found
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")

@@ -2,8 +2,9 @@
 
     python ddp_spawn_train.py        # starts the processes itself, on one machine, also from a notebook
 
-Each process has a copy of the network and its own share of every batch. During backward(), DDP averages the
-gradients of all processes, so all copies keep the same weights. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
+Each process has a copy of the network and its own share of every batch. DDP sends rank 0's weights to all once,
+its BatchNorm statistics in each forward pass, and averages the gradients in backward(): all copies stay equal.
+Each time, processes wait for each other: all must make the same calls. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
 """
 
 import argparse
@@ -50,8 +51,8 @@ def main(rank, args, folder):
     if cuda:
         torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    common.seed_everything(args.seed)  # the same data and initial weights in every process and every run
-    train_set, test_set = load_data(args)  # before connecting, so that a long download cannot run into --timeout
+    common.seed_everything(args.seed)  # the same initial weights in every run
+    train_set, val_set = load_data(args)  # before connecting: a long download must not run into --timeout
     net = build_network(args).to(device)
 
     # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
@@ -59,16 +60,16 @@ def main(rank, args, folder):
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # through a file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Equal shares make DDP's average that of the batch.
+    # [DDP 4/8] Each process reads its own share of each batch. Shares are equal: every step needs all processes.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    test_set = Subset(test_set, range(rank, len(test_set), world_size))  # DistributedSampler may repeat some
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once
     loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
-    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed + rank))
+    loading["persistent_workers"] = args.workers > 0  # keep the data-loading processes for all epochs: 3% faster
+    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)  # seeds these processes
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    test_loader = DataLoader(test_set, **loading)
+    val_loader = DataLoader(val_set, **loading)
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
@@ -78,11 +79,10 @@ def main(rank, args, folder):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network last, when no layer will be replaced or frozen any more. DDP copies the weights of
-    # rank 0 to all processes and averages gradients in backward(). `net` is still the network inside the wrapper.
-    model = DDP(net, gradient_as_bucket_view=True)  # no copies of gradients: 15% faster at 256 images
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
+    model = DDP(net, gradient_as_bucket_view=True)  # saves a copy: 15% faster at 256 images per GPU
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
+        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
     print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
@@ -91,20 +91,20 @@ def main(rank, args, folder):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ between the processes: validate with those of rank 0.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ between processes: send those of rank 0.
+        # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, test_loader, net)
+        val_sums = validate(args, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
-        metrics["best_accuracy"] = max(previous_best, metrics["val_accuracy"])
-        metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
+        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
         # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
@@ -126,7 +126,7 @@ def main(rank, args, folder):
 
 
 def load_data(args):
-    """Return the training set and the test set. Their items are (image, label)."""
+    """Return the training set and the validation set. Their items are (image, label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
@@ -176,7 +176,7 @@ def metrics_from(train_sums, val_sums):
 
 
 def train_epoch(args, epoch, loader, model, optimizer, scheduler):
-    """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
+    """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     device = next(model.parameters()).device
     sums = torch.zeros(2, device=device)
@@ -195,7 +195,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
     sums.tolist()  # waits for the GPU; only then read the clock
-    return sums, time.perf_counter() - start
+    return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
 
 def save_atomically(state, path):
@@ -214,17 +214,17 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
-        for name, value in flags.items():
+        for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()  # every process calls this function; compare what they found
+    found = [None] * dist.get_world_size()  # all processes call this function: compare what they found
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")

@@ -27,16 +27,16 @@ def main(args):
     device = torch.device(args.device)
     gpus = torch.cuda.device_count() if cuda else 0
     torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
-    common.seed_everything(args.seed)  # the same data and initial weights in every process and every run
-    train_set, test_set = load_data(args)
+    common.seed_everything(args.seed)  # the same initial weights in every run
+    train_set, val_set = load_data(args)
     net = build_network(args).to(device)
 
     sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
     loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    # Keep the data-loading processes for all epochs: 3% faster. `generator` gives each its random numbers.
-    loading |= dict(persistent_workers=args.workers > 0, generator=torch.Generator().manual_seed(args.seed))
+    loading["persistent_workers"] = args.workers > 0  # keep the data-loading processes for all epochs: 3% faster
+    loading["generator"] = torch.Generator().manual_seed(args.seed)  # seeds these processes
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    test_loader = DataLoader(test_set, **loading)
+    val_loader = DataLoader(val_set, **loading)
     if len(train_loader) == 0:
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
@@ -47,21 +47,20 @@ def main(args):
     # [DP 2/4] Wrap the network; `net` is the one inside. Its BatchNorm statistics come from GPU 0's images only.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")  # with CUDA graphs
+        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
     print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
-        train_sums, seconds = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, test_loader, net)
+        train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
+        val_sums = validate(args, val_loader, net)
         previous_best = metrics.get("best_accuracy", 0.0)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
-        metrics["best_accuracy"] = max(previous_best, metrics["val_accuracy"])
-        metrics["images_per_second"] = len(train_loader) * args.batch_size / seconds
+        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
         # [DP 3/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
@@ -92,7 +91,7 @@ class DataParallelWithoutThreads(nn.DataParallel):
 
 
 def load_data(args):
-    """Return the training set and the test set. Their items are (image, label)."""
+    """Return the training set and the validation set. Their items are (image, label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
@@ -142,7 +141,7 @@ def metrics_from(train_sums, val_sums):
 
 
 def train_epoch(args, epoch, loader, model, optimizer, scheduler):
-    """Train on all batches. Return sums over their images (loss, number of images), and the seconds it took."""
+    """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     device = next(model.parameters()).device
     sums = torch.zeros(2, device=device)
@@ -161,7 +160,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss {loss.item():.5g}", flush=True)
     sums.tolist()  # waits for the GPU; only then read the clock
-    return sums, time.perf_counter() - start
+    return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
 
 def save_atomically(state, path):
@@ -180,12 +179,12 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
-        for name, value in flags.items():
+        for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():

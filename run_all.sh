@@ -13,18 +13,19 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 1
 
 say() { printf '%s\n' "$@" >&2; }
 
-# find_python REQUIREMENTS MODULE...: print a Python with PyTorch 2.6 and all modules; create .venv if needed.
+# find_python REQUIREMENTS PACKAGE...: print a Python with PyTorch 2.6 and all packages; create .venv if needed.
 find_python() {
   local requirements=$1 python check
   shift
-  check="import $(IFS=, && printf '%s' "$*"); assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 6)"
+  check='import sys; from importlib.metadata import version; [version(name) for name in sys.argv[1:]]
+assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
   for python in "${PYTHON:-python3}" .venv/bin/python; do
-    "$python" -c "$check" 2>/dev/null && command -v "$python" && return
+    "$python" -c "$check" "$@" 2>/dev/null && command -v "$python" && return
   done
   say "${PYTHON:-python3} lacks one of: $*. Creating .venv from $requirements (some GB, some minutes, once)."
   if ! (
     flock 9 # if two runs start at once, one of them creates it
-    .venv/bin/python -c "$check" 2>/dev/null && exit
+    .venv/bin/python -c "$check" "$@" 2>/dev/null && exit
     "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2
   ) 9>.venv.lock; then
     say "The installation failed. Install $requirements yourself, and name that Python: PYTHON=... bash run_all.sh"
@@ -79,7 +80,7 @@ main() {
   fi
   if [[ ${1-} == test ]]; then
     shift
-    python=$(find_python tests/requirements.txt torch torchvision pytest xdist ruff) || exit 1
+    python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff) || exit 1
     "$python" -m ruff check . || exit 1
     PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run results/measure.sh || exit 1
     exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
@@ -110,7 +111,7 @@ main() {
       flags+=(--synthetic)
     fi
   else
-    flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 224 --batch-size 32 --epochs 3 --lr 0.2)
+    flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 144 --batch-size 16 --epochs 3 --lr 0.1)
     flags+=(--workers 1)
     note="No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
   fi

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Measure how the recipes scale; keep the raw lines of every run in a file for draw.py.
+# Measure the scripts; append the raw lines of every run to a file, which draw.py can draw.
 #
-#   bash results/measure.sh FILE weak         512 images per GPU on 1, 2, 4, ... GPUs, every recipe
-#   bash results/measure.sh FILE strong       512 images over all GPUs
-#   bash results/measure.sh FILE accuracy     all defaults, three seeds
+#   bash results/measure.sh FILE scaling     1, 2, 4, ... GPUs: 512 images per GPU, and 512 over all GPUs
+#   bash results/measure.sh FILE batches     64, 128, 256 and 512 images per GPU on all GPUs, with and without --compile
+#   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
+#   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without
+#   bash results/measure.sh FILE start       seconds from the command to each line of its output
 #
-# More flags go on to every recipe (--compile, say). Each run stands in FILE as its command after a $, the line of each
-# epoch, and the RESULT. PYTHON names the Python to use (default: python3), RECIPES="dp_train.py ..." and COUNTS="1 4" the
-# recipes and the numbers of GPUs (default: all).
+# More flags go on to the scripts. Of each run, FILE has its command after a $, the line of each epoch, and the RESULT.
+# PYTHON names the Python to use (default: python3), EPOCHS the epochs of a run whose speed is measured (default: 5),
+# COUNTS="1 4" the numbers of GPUs (default: all powers of two).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 if (($# < 2)); then
@@ -16,20 +18,22 @@ if (($# < 2)); then
 fi
 file=$1 part=$2
 shift 2
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} epochs=${EPOCHS:-5} flags=("$@")
 found=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 1
 IFS=, read -ra names <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((found - 1)))}"
 
-# one GPUS SCRIPT FLAG...: run a recipe on the first GPUs and keep its lines.
+# one GPUS SCRIPT FLAG...: run a script on the first GPUs and keep its lines.
 one() {
   local gpus=$1 script=$2 start=("$python")
   shift 2
-  if [[ $script == ddp_launch_train.py || $script == apex_amp_train.py ]]; then
+  if [[ $script != dp_train.py && $script != ddp_spawn_train.py && $script != *lightning* ]]; then
     start=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
   fi
   printf '$ gpus=%s %s\n' "$gpus" "$script $*" | tee -a "$file" >&2
-  CUDA_VISIBLE_DEVICES=$(IFS=, && printf '%s' "${names[*]:0:gpus}") "${start[@]}" "$script" "$@" 2>>"$file.err" |
-    grep -E '^(epoch [0-9]+ train_loss|RESULT) ?' | tee -a "$file" | sed -n 's/^RESULT .*\("images_per_second": [^,]*\).*/\1/p' >&2
+  OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=$(IFS=, && printf '%s' "${names[*]:0:gpus}") \
+    "${start[@]}" "$script" "$@" "${flags[@]}" 2>>"$file.err" |
+    grep --line-buffered -E '^(epoch [0-9]+ (train_loss|images_per_second)|RESULT) ?' | tee -a "$file" |
+    grep --line-buffered -o 'images_per_second [0-9]*' >&2
 }
 
 counts=()
@@ -38,31 +42,56 @@ for ((n = 1; n <= found; n *= 2)); do
 done
 ((found)) || counts=(0) # the CPU
 [[ ${COUNTS-} ]] && read -ra counts <<<"$COUNTS"
-read -ra recipes <<<"${RECIPES:-dp_train.py ddp_launch_train.py ddp_spawn_train.py apex_amp_train.py}"
-printf '# %s, %s, commit %s, %s part %s\n' "$("$python" -c 'import sys, torch
+all=${counts[-1]}
+printf '# %s, %s, commit %s, measure.sh %s %s\n' "$("$python" -c 'import sys, torch
 name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU"
 print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")')" "$(date +%Y-%m-%d)" \
-  "$(git rev-parse --short HEAD 2>/dev/null || printf unknown)" "$*" "$part" >>"$file"
-for n in "${counts[@]}"; do
-  batch=$((512 * (n ? n : 1)))
-  case $part in
-    weak | strong)
-      epochs=3
-      [[ $part == weak ]] && epochs=$((n + 2)) # at least 100 steps
-      [[ $part == strong ]] && batch=512
-      for script in "${recipes[@]}"; do
-        one "$n" "$script" --batch-size "$batch" --epochs "$epochs" "$@"
+  "${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || printf unknown)}" "$part" "$*" >>"$file"
+case $part in
+  scaling)
+    for n in "${counts[@]}"; do
+      batches=($((512 * (n ? n : 1))))
+      ((n > 1)) && batches+=(512)
+      for batch in "${batches[@]}"; do
+        for compile in '' --compile; do
+          one "$n" ddp_launch_train.py --batch-size "$batch" --epochs "$epochs" $compile
+          one "$n" apex_amp_train.py --opt-level O1 --batch-size "$batch" --epochs "$epochs" $compile
+        done
+        one "$n" dp_train.py --batch-size "$batch" --epochs "$epochs"
       done
-      ;;
-    accuracy)
-      ((n == ${counts[-1]})) || continue
-      for seed in 21 22 23; do
-        one "$n" ddp_launch_train.py --seed "$seed" "$@"
+    done
+    ;;
+  batches)
+    for images in 64 128 256 512; do
+      for compile in '' --compile; do
+        one "$all" ddp_launch_train.py --batch-size $((images * (all ? all : 2))) --epochs "$epochs" $compile
       done
-      ;;
-    *)
-      printf '%s is no part: weak, strong, accuracy\n' "$part" >&2
-      exit 2
-      ;;
-  esac
-done
+    done
+    ;;
+  peers)
+    batch=$((512 * (all ? all : 1)))
+    one "$all" ddp_launch_train.py --batch-size "$batch" --epochs "$epochs"
+    one "$all" ddp_launch_train.py --batch-size "$batch" --epochs "$epochs" --compile
+    for peer in lightning accelerate torchvision; do
+      one "$all" results/peers/${peer}_train.py --batch-size "$batch" --epochs "$epochs"
+    done
+    ;;
+  accuracy)
+    for seed in 21 22 23; do
+      one "$all" ddp_launch_train.py --seed "$seed" --compile
+    done
+    one "$all" ddp_launch_train.py
+    ;;
+  start)
+    printf '$ ddp_launch_train.py --epochs 1 --log-every 1 %s\n' "$*" >>"$file"
+    "$python" -m torch.distributed.run --standalone "--nproc-per-node=$((all ? all : 2))" ddp_launch_train.py \
+      --epochs 1 --log-every 1 "${flags[@]}" 2>&1 | "$python" -u -c 'import sys, time
+start = time.time()
+for line in sys.stdin:
+    print(f"{time.time() - start:.2f} s", line, end="", flush=True)' >>"$file"
+    ;;
+  *)
+    printf '%s is no part\n' "$part" >&2
+    exit 2
+    ;;
+esac
