@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32. In
+Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
 float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
-before the step. If the scale makes gradients infinite (an overflow), the step is skipped and the scale halved.
-bfloat16 needs no scale: if your GPU has it, prefer ddp_launch_train.py, which also explains DDP. Apex has levels:
-O0 is float32, O1 is as above, O2 (Apex only) has float16 weights and updates float32 copies of them, O3 is float16
-throughout without a scale, only to compare speed. [AMP 1/7] to [AMP 7/7] mark the steps of mixed precision.
+before the step. If they are infinite (an overflow), the step is skipped and the scale halved. bfloat16 needs no
+scale: prefer ddp_launch_train.py, which also explains DDP. Levels of Apex: O0 is float32, O1 is as above, O2 (Apex
+only) updates float32 copies of float16 weights, O3 is all float16, to compare speed. [AMP 1/7] to [AMP 7/7] mark
+the steps.
 """
 
 import argparse
@@ -75,8 +75,7 @@ def main(args):
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP, as Apex may change the network
-    # [AMP 3/7] A checkpoint has the scale, too. Apex must load it before the optimizer.
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
@@ -185,7 +184,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the copies, before the optimizer's state is loaded
+        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
