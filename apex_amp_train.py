@@ -5,9 +5,8 @@
 Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
 float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
 before the step. If they are infinite (an overflow), the step is skipped and the scale halved. bfloat16 needs no
-scale: prefer ddp_launch_train.py, which also explains DDP. Levels of Apex: O0 is float32, O1 is as above, O2 (Apex
-only) updates float32 copies of float16 weights, O3 is all float16, to compare speed. [AMP 1/7] to [AMP 7/7] mark
-the steps.
+scale: prefer ddp_launch_train.py, which explains DDP. Levels of Apex: O0 is float32, O1 is as above, O2 (Apex
+only) updates float32 copies of float16 weights, O3 is all float16. [AMP 1/7] to [AMP 7/7] mark its steps.
 """
 
 import argparse
