@@ -38,7 +38,6 @@ def main(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)  # before connecting: a long download must not run into --timeout
     net = build_network(args).to(device)

@@ -26,7 +26,6 @@ def main(args):
     cuda = args.device == "cuda"
     device = torch.device(args.device)
     gpus = torch.cuda.device_count() if cuda else 0
-    torch.backends.cudnn.benchmark = True  # try all convolution algorithms once, keep the fastest
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     net = build_network(args).to(device)
@@ -77,8 +76,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] In each step, nn.DataParallel starts new threads. In them, autocast uses float16 instead of bf16,
-    # and cudnn.benchmark starts again. A loop is enough: it queues work for each GPU without waiting.
+    # [DP 4/4] In each step, nn.DataParallel starts new threads, in which autocast uses float16 instead of bf16.
+    # A loop is enough: it queues work for each GPU without waiting.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs):

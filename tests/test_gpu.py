@@ -15,7 +15,8 @@ APEX = bool(importlib.util.find_spec("apex.amp")) if importlib.util.find_spec("a
 needs_apex = pytest.mark.skipif(not APEX, reason="needs NVIDIA Apex, tag 25.04")
 ON_GPU = [*SMALL, "--epochs", "1", "--device", "cuda"]
 # The same numbers in each run: do not choose algorithms by their speed.
-EXACT = ("cudnn.benchmark = True  # try", "cudnn.deterministic = True  # try")
+SEED = "    common.seed_everything(args.seed)  #"
+EXACT = (SEED, "    torch.backends.cudnn.deterministic = True\n" + SEED)
 STEP = "        scheduler.step()\n"
 
 
