@@ -5,8 +5,8 @@
 Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
 float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
 before the step. If they are infinite (an overflow), the step is skipped and the scale halved. bfloat16 needs no
-scale: prefer ddp_launch_train.py, which explains DDP. Levels of Apex: O0 is float32, O1 is as above, O2 (Apex
-only) updates float32 copies of float16 weights, O3 is all float16. [AMP 1/7] to [AMP 7/7] mark its steps.
+scale: prefer ddp_launch_train.py, which explains DDP. Apex calls this level O1; O0 is float32, O2 (Apex only)
+float16 weights with float32 copies, O3 all float16. [AMP 1/7] to [AMP 7/7] mark the steps of mixed precision.
 """
 
 import argparse
@@ -47,10 +47,10 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     common.seed_everything(args.seed)  # the same initial weights in every run
-    train_set, val_set = load_data(args)  # before connecting: a long download must not run into --timeout
+    train_set, val_set = load_data(args)
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: they may exceed the timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -58,10 +58,14 @@ def main(args):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once
-    loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    loading["persistent_workers"] = args.workers > 0  # keep the data-loading processes for all epochs: 3% faster
-    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)  # seeds these processes
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
+    loading = dict(
+        batch_size=args.batch_size // world_size,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
+        generator=torch.Generator().manual_seed(args.seed + rank),  # for their seeds; a resumed run takes the same
+        pin_memory=cuda,
+    )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
     if len(train_loader) == 0:
@@ -73,7 +77,7 @@ def main(args):
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP, as Apex may change the network
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] with the scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
@@ -90,7 +94,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ between processes: send those of rank 0.
+        # [DDP 7/8] Since the last forward pass, BatchNorm's statistics differ: send those of rank 0 to all.
         # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
@@ -118,7 +122,7 @@ def main(args):
 
 
 class TorchAmp:
-    """By PyTorch. For mixed precision of your own, copy O1: all but the two lines of O3."""
+    """By PyTorch. To use it alone, copy this class without the lines of O3, and delete ApexAmp."""
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
@@ -131,14 +135,14 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # if fused, a skipped first step leaves random momentum
+        if isinstance(optimizer, torch.optim.SGD):  # a fused one leaves momentum unset if it skips step 1
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # saves a copy: 15% faster at 256 images per GPU
+        return DDP(net, gradient_as_bucket_view=True)  # no second copy of gradients: 15% faster
 
     def state_dict(self):  # [AMP 3]
         return self.scaler.state_dict()
@@ -224,8 +228,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 4/7] Run the network under autocast, and compute the loss in float32, also when you replace this.
-    with mixed.autocast():
+    with mixed.autocast():  # [AMP 4/7] torch.autocast("cuda", torch.float16); keep it when you replace this
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -265,10 +268,10 @@ def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
         optimizer.zero_grad()
-        mixed.backward(loss)  # [AMP 5/7] of the scaled loss; meanwhile, DDP averages the gradients
+        mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(); meanwhile, DDP averages the gradients
         if args.clip_grad:
-            mixed.clip(args.clip_grad)  # [AMP 6/7] clips the gradients of the loss, not of the scaled loss
-        mixed.step()  # [AMP 7/7] DDP brings an overflow to all processes: all skip the step, and halve the scale
+            mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer), then clip_grad_norm_()
+        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update(); an overflow reaches all processes
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
@@ -298,7 +301,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -327,7 +330,7 @@ def parse_args(argv=None):
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--backend", choices=["apex", "torch"], default="torch", help="NVIDIA Apex or PyTorch (default: torch)")
-    add("--sync-bn", action="store_true", help="compute BatchNorm over the whole batch, not over each GPU's share")
+    add("--sync-bn", action="store_true", help="compute BatchNorm over the shares of all GPUs (not on the CPU)")
     add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
@@ -346,10 +349,8 @@ def parse_args(argv=None):
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
-    if args.backend == "apex" and (apex is None or args.device == "cpu"):
-        parser.error("--backend apex needs a GPU, and NVIDIA Apex 25.04 (README says how to install it)")
-    if args.backend == "apex" and args.compile:
-        parser.error("--compile does not work with Apex; use --backend torch")
+    if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
+        parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile")
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"

@@ -2,9 +2,11 @@
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
-Each process has a copy of the network and its own share of every batch. DDP sends rank 0's weights to all once,
-its BatchNorm statistics in each forward pass, and averages the gradients in backward(): all copies stay equal.
-Each time, processes wait for each other: all must make the same calls. [DDP 1/8] to [DDP 8/8] mark what DDP needs.
+Each process has a copy of the network and its own share of every batch. DDP keeps the copies equal. It sends
+- the weights of rank 0 to all processes, once, when it wraps the network,
+- BatchNorm's statistics of rank 0 to all processes, in each forward pass,
+- the average of all processes' gradients to all of them, in each backward pass.
+Each time, all processes must take part: if one does not, the others hang. [DDP 1/8] to [DDP 8/8] mark the steps.
 """
 
 import argparse
@@ -39,10 +41,10 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
     common.seed_everything(args.seed)  # the same initial weights in every run
-    train_set, val_set = load_data(args)  # before connecting: a long download must not run into --timeout
+    train_set, val_set = load_data(args)
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes: GPUs through NCCL, CPUs through gloo.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: they may exceed the timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -50,10 +52,14 @@ def main(args):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once
-    loading = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    loading["persistent_workers"] = args.workers > 0  # keep the data-loading processes for all epochs: 3% faster
-    loading["generator"] = torch.Generator().manual_seed(args.seed + rank)  # seeds these processes
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
+    loading = dict(
+        batch_size=args.batch_size // world_size,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
+        generator=torch.Generator().manual_seed(args.seed + rank),  # for their seeds; a resumed run takes the same
+        pin_memory=cuda,
+    )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
     if len(train_loader) == 0:
@@ -66,7 +72,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
-    model = DDP(net, gradient_as_bucket_view=True)  # saves a copy: 15% faster at 256 images per GPU
+    model = DDP(net, gradient_as_bucket_view=True)  # no second copy of gradients: 15% faster
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -79,7 +85,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ between processes: send those of rank 0.
+        # [DDP 7/8] Since the last forward pass, BatchNorm's statistics differ: send those of rank 0 to all.
         # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
@@ -202,7 +208,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -230,7 +236,7 @@ def parse_args(argv=None):
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
-    add("--sync-bn", action="store_true", help="compute BatchNorm over the whole batch, not over each GPU's share")
+    add("--sync-bn", action="store_true", help="compute BatchNorm over the shares of all GPUs (not on the CPU)")
     add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")

@@ -3,8 +3,8 @@
     python dp_train.py
 
 In every step, DataParallel copies the network from GPU 0 to all GPUs, splits the batch, and gathers the outputs on
-GPU 0; backward() adds up the gradients there. [DP 1/4] to [DP 4/4] mark what it adds to a program for one GPU.
-ddp_launch_train.py is faster: prefer it.
+GPU 0; backward() adds up the gradients there. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark
+what DataParallel adds to a program for one GPU.
 """
 
 import argparse
@@ -31,9 +31,13 @@ def main(args):
     net = build_network(args).to(device)
 
     sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
-    loading = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    loading["persistent_workers"] = args.workers > 0  # keep the data-loading processes for all epochs: 3% faster
-    loading["generator"] = torch.Generator().manual_seed(args.seed)  # seeds these processes
+    loading = dict(
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
+        generator=torch.Generator().manual_seed(args.seed),  # for their seeds; a resumed run takes the same
+        pin_memory=cuda,
+    )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
     if len(train_loader) == 0:
@@ -43,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network; `net` is the one inside. Its BatchNorm statistics come from GPU 0's images only.
+    # [DP 2/4] Wrap the network. `net`, the one inside, gets BatchNorm statistics of GPU 0's part of each batch.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -76,13 +80,13 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] In each step, nn.DataParallel starts new threads, in which autocast uses float16 instead of bf16.
-    # A loop is enough: it queues work for each GPU without waiting.
+    # [DP 4/4] nn.DataParallel calls each copy in a new thread, where autocast takes float16, not bf16. A loop
+    # calls them as well. The GPUs still work at the same time, unless forward() waits, as .item() does.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
-        for gpu, replica, images, keywords in zip(self.device_ids, replicas, inputs, kwargs):
+        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):
-                outputs.append(replica(*images, **keywords))
+                outputs.append(replica(*arguments, **keywords))
         return outputs
 
 
@@ -182,7 +186,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")

@@ -45,13 +45,15 @@ def draw_batches(folder):
     figure, axis = plt.subplots(figsize=(6, 3.5))
     runs = [result for result, _ in read(folder / "batches.txt", folder / "peers.txt")]
     for compile, label in (True, "--compile"), (False, "eager"):
-        points = sorted((r["batch_size"] // r["gpus"], r["images_per_second"]) for r in runs if r["compile"] == compile)
+        chosen = [run for run in runs if run["compile"] == compile]
+        points = sorted((run["batch_size"] // run["gpus"], run["images_per_second"]) for run in chosen)
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
             axis.annotate(f"{speed:,.0f}", (images, speed), (0, 6), textcoords="offset points", ha="center")
     axis.set_xscale("log", base=2)
     axis.set_xticks([images for images, _ in points], [images for images, _ in points])
     axis.set(xlabel="images per GPU and step", ylabel="images/s over both GPUs", ylim=(0, 50_000))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.margins(x=0.1)
     axis.legend(loc="upper left")
     save(figure, folder / "batches.svg")
@@ -65,29 +67,33 @@ def draw_accuracy(folder):
         seconds = [sum(images / speed for speed, _ in epochs[: n + 1]) for n in range(len(epochs))]
         label = f"seed {result['seed']}: {epochs[-1][1]:.2%}"
         axis.plot(seconds, [accuracy for _, accuracy in epochs], marker=".", label=label)
-    axis.set(xlabel="seconds of training since the first step", ylabel="test accuracy", xlim=(0, None), ylim=(0, 1))
+    axis.set(xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None), ylim=(0, 1))
     axis.legend(loc="lower right")
     save(figure, folder / "accuracy.svg")
 
 
 def draw_profile(folder):
-    """The kernels of the trace's last step: a row for forward, backward, all-reduce and SGD."""
+    """The kernels of the trace's last step: a row for forward, backward, NCCL and SGD."""
     with gzip.open(folder / "profile.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    ends = [e["ts"] + e["dur"] for e in kernels if "multi_tensor_apply" in e["name"] or "FusedSgd" in e["name"]]
-    ends = [a for a, b in zip(ends, [*ends[1:], float("inf")], strict=True) if b - a > 2000]  # a step's last SGD kernel
+    ends = [e["ts"] + e["dur"] for e in kernels if "multi_tensor_apply" in e["name"]]  # of SGD
+    ends = [a for a, b in zip(ends, [*ends[1:], float("inf")], strict=True) if b - a > 2000]  # of each step
     start, end = ends[-2], ends[-1]
     kernels = [e for e in kernels if start <= e["ts"] < end]
     middle = next(e["ts"] for e in kernels if "softmax_warp_backward" in e["name"])
-    rows = {"forward": [], "backward": [], "all-reduce": [], "SGD": []}
+    rows = {"forward": [], "backward": [], "NCCL": [], "SGD": []}
     for e in kernels:
         row = "forward" if e["ts"] < middle else "backward"
-        row = "SGD" if "multi_tensor_apply" in e["name"] else "all-reduce" if "nccl" in e["name"] else row
-        rows[row].append(((e["ts"] - start) / 1e3, e["dur"] / 1e3))
+        spans = rows["SGD" if "multi_tensor_apply" in e["name"] else "NCCL" if "nccl" in e["name"] else row]
+        begin, stop = (e["ts"] - start) / 1e3, (e["ts"] - start + e["dur"]) / 1e3
+        if spans and begin - spans[-1][1] < 0.05:  # a gap too short to see
+            spans[-1][1] = max(stop, spans[-1][1])
+        else:
+            spans.append([begin, stop])
     figure, axis = plt.subplots(figsize=(10, 2))
-    for row, bars in enumerate(rows.values()):
-        axis.broken_barh(bars, (-row - 0.4, 0.8), color=f"C{row}")
+    for row, spans in enumerate(rows.values()):
+        axis.broken_barh([(begin, stop - begin) for begin, stop in spans], (-row - 0.4, 0.8), color=f"C{row}")
     axis.set_yticks([-row for row in range(len(rows))], rows)
     axis.set(xlabel="milliseconds since the step before ended", xlim=(0, (end - start) / 1e3))
     save(figure, folder / "profile.svg")

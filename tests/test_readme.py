@@ -38,7 +38,7 @@ def test_another_data_set_optimizer_and_metric_resume_like_an_unbroken_run(tmp_p
         Image.fromarray(numbers.integers(number % 9 // 3 * 80, 255, (12, 11, 3), np.uint8)).save(file)
     path = copy_recipe(tmp_path / "project", "ddp_launch_train") / "ddp_launch_train.py"
     patched(path, METRIC, LAST_IS_WORST)
-    text = re.sub(r"\n +loading\[.*", "", path.read_text())  # no persistent workers
+    text = re.sub("\n +(persistent_workers|generator)=.*", "", path.read_text())  # no persistent workers
     text = text.replace("\nif __name__", f"\n{FUNCTIONS}\n\nif __name__")  # these come last, and so are taken
     flags = [word for word in CPU if word not in ("--synthetic", "--limit", "61")]
     flags += ["--data-dir", str(images), *"--workers 1 --epochs 3 --checkpoint run.pt".split()]

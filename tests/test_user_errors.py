@@ -31,7 +31,7 @@ launch, spawn | --checkpoint cut | cut (RuntimeError)
 dp, apex | --checkpoint code | code (UnpicklingError)
 dp | --checkpoint run.pt.best | run.pt.best (KeyError)
 dp, launch | --checkpoint run.pt | run.pt has arch=resnet50, not resnet18; use its flags
-apex | --backend apex | --backend apex needs a GPU, and NVIDIA Apex 25.04
+apex | --backend apex | --backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile
 apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with float32 copies); use O1, or
 """
 CASES = [tuple(part.strip() for part in line.split("|")) for line in TABLE.strip().splitlines()]
@@ -91,11 +91,11 @@ def test_torchrun_shows_the_sentence_of_the_process():
 
 def test_processes_that_find_different_checkpoints_say_so(tmp_path):
     # As on two machines without a shared disk: one process has the checkpoint, the other has none.
-    line = "    local_rank, world_size = rank, args.nproc"
+    line = '    world_size = int(os.environ["WORLD_SIZE"])'
     change = (line, "    args.checkpoint = f'{rank}.pt'\n" + line)
-    folder = edited(tmp_path / "project", "ddp_spawn_train", change)
-    result(run(command("ddp_spawn_train", *ONE, folder=folder, nproc=1), cwd=tmp_path))  # writes 0.pt
-    finished = run(command("ddp_spawn_train", *ONE, folder=folder), cwd=tmp_path)
+    folder = edited(tmp_path / "project", "ddp_launch_train", change)
+    result(run(command("ddp_launch_train", *ONE, folder=folder, nproc=1), cwd=tmp_path))  # writes 0.pt
+    finished = run(command("ddp_launch_train", *ONE, folder=folder), cwd=tmp_path)
     assert finished.returncode == 1 and "Traceback" not in finished.stderr and "RESULT" not in finished.stdout
     assert ".pt; use a shared disk\n" in finished.stderr
 
