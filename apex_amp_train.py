@@ -4,9 +4,9 @@
 
 Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
 float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
-before the step. If they are infinite (an overflow), the step is skipped and the scale halved. bfloat16 needs no
-scale: prefer ddp_launch_train.py, which explains DDP. Apex calls this level O1; O0 is float32, O2 (Apex only)
-float16 weights with float32 copies, O3 all float16. [AMP 1/7] to [AMP 7/7] mark the steps of mixed precision.
+before the step. If they are infinite (an overflow), the step is skipped and the scale halved. Apex calls this
+level O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16. [AMP 1/7] to [AMP 7/7]
+mark the steps. Read ddp_launch_train.py first: it explains DDP, and bfloat16, which it uses, needs no scale.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(args):
     train_set, val_set = load_data(args)
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: they may exceed the timeout.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -58,12 +58,12 @@ def main(args):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed + rank),  # for their seeds; a resumed run takes the same
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting them uses the default one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -76,8 +76,8 @@ def main(args):
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP, as Apex may change the network
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] with the scale
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP: Apex may make weights float16
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
@@ -94,7 +94,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Since the last forward pass, BatchNorm's statistics differ: send those of rank 0 to all.
+        # [DDP 7/8] Each process has updated BatchNorm's statistics by its own last batch: send those of rank 0.
         # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
@@ -122,7 +122,7 @@ def main(args):
 
 
 class TorchAmp:
-    """By PyTorch. To use it alone, copy this class without the lines of O3, and delete ApexAmp."""
+    """By PyTorch. To use O1 in a program of your own, copy this class without the lines of O3."""
 
     def __init__(self, opt_level, device):
         self.opt_level, self.device = opt_level, device
@@ -135,14 +135,14 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # a fused one leaves momentum unset if it skips step 1
+        if isinstance(optimizer, torch.optim.SGD):  # if step 1 overflows, fused SGD leaves momentum unset
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # no second copy of gradients: 15% faster
+        return DDP(net, gradient_as_bucket_view=True)  # 15% faster, saves a copy of gradients
 
     def state_dict(self):  # [AMP 3]
         return self.scaler.state_dict()
@@ -271,7 +271,7 @@ def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
         mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(); meanwhile, DDP averages the gradients
         if args.clip_grad:
             mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer), then clip_grad_norm_()
-        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update(); an overflow reaches all processes
+        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update(); after DDP's average, all see an overflow
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)

@@ -6,7 +6,7 @@ Each process has a copy of the network and its own share of every batch. DDP kee
 - the weights of rank 0 to all processes, once, when it wraps the network,
 - BatchNorm's statistics of rank 0 to all processes, in each forward pass,
 - the average of all processes' gradients to all of them, in each backward pass.
-Each time, all processes must take part: if one does not, the others hang. [DDP 1/8] to [DDP 8/8] mark the steps.
+All processes must take part each time: else, they wait until --timeout. [DDP 1/8] to [DDP 8/8] mark the steps.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(args):
     train_set, val_set = load_data(args)
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: they may exceed the timeout.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -52,12 +52,12 @@ def main(args):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed + rank),  # for their seeds; a resumed run takes the same
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting them uses the default one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -72,7 +72,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
-    model = DDP(net, gradient_as_bucket_view=True)  # no second copy of gradients: 15% faster
+    model = DDP(net, gradient_as_bucket_view=True)  # 15% faster; device_ids is not needed, net is on its GPU
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -85,7 +85,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Since the last forward pass, BatchNorm's statistics differ: send those of rank 0 to all.
+        # [DDP 7/8] Each process has updated BatchNorm's statistics by its own last batch: send those of rank 0.
         # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)

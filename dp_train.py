@@ -30,12 +30,12 @@ def main(args):
     train_set, val_set = load_data(args)
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles, by the seed that each epoch sets
+    sampler = RandomSampler(train_set)  # as shuffle=True, but by the seed that each epoch sets
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed),  # for their seeds; a resumed run takes the same
+        generator=torch.Generator().manual_seed(args.seed),  # else starting them uses the default one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -47,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. `net`, the one inside, gets BatchNorm statistics of GPU 0's part of each batch.
+    # [DP 2/4] Wrap the network. Copies last one step: `net` gets BatchNorm statistics of the copy on GPU 0 only.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -80,8 +80,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] nn.DataParallel calls each copy in a new thread, where autocast takes float16, not bf16. A loop
-    # calls them as well. The GPUs still work at the same time, unless forward() waits, as .item() does.
+    # [DP 4/4] For bf16: nn.DataParallel calls each copy in a new thread, where autocast takes float16. Call them
+    # in a loop. The GPUs still work at the same time, unless forward() waits for its GPU, as .item() does.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):

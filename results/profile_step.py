@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=gpu results/profile_step.py trace.json --epochs 1
 
-The flags after the file name are those of ddp_launch_train.py.
+The flags after the file name are those of ddp_launch_train.py. Copied beside your version of it, it traces that.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import ddp_launch_train as script
 
 train_epoch = script.train_epoch

@@ -74,3 +74,12 @@ def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
         result(run(command("ddp_launch_train", *CPU, *flags, folder=folder)))
         ends.append(torch.load(folder / "run.pt", weights_only=True)["net"])
     torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+
+
+def test_profile_step_traces_a_copied_script(tmp_path):
+    folder = copy_recipe(tmp_path / "project", "ddp_launch_train")
+    (folder / "profile_step.py").write_text((ROOT / "results" / "profile_step.py").read_text())
+    flags = re.search(r"gpu profile_step.py (.*)\n```", SECTION)[1].split()
+    result(run(command("profile_step", *flags, *CPU, folder=folder), cwd=folder))
+    trace = (folder / "trace.json").read_text()
+    assert '"ProfilerStep#1"' in trace and '"DistributedDataParallel.forward"' in trace and '"gloo:all_reduce"' in trace
