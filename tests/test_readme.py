@@ -82,4 +82,4 @@ def test_profile_step_traces_a_copied_script(tmp_path):
     flags = re.search(r"gpu profile_step.py (.*)\n```", SECTION)[1].split()
     result(run(command("profile_step", *flags, *CPU, folder=folder), cwd=folder))
     trace = (folder / "trace.json").read_text()
-    assert '"ProfilerStep#1"' in trace and '"DistributedDataParallel.forward"' in trace and '"gloo:all_reduce"' in trace
+    assert "ProfilerStep#1" in trace and "DistributedDataParallel.forward" in trace and "gloo:all_reduce" in trace
