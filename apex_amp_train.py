@@ -5,8 +5,8 @@
 Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
 float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
 before the step. If they are infinite (an overflow), the step is skipped and the scale halved. Apex calls this
-level O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16. [AMP 1/7] to [AMP 7/7]
-mark the steps. Read ddp_launch_train.py first: it explains DDP, and bfloat16, which it uses, needs no scale.
+level O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16. If your GPU has
+bfloat16, prefer ddp_launch_train.py: bfloat16 needs no scale. [AMP 1/7] to [AMP 7/7] mark the steps.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Shares are equal: every step needs all processes.
+    # [DDP 4/8] Each process reads its own share of each batch. Shares must be equal: all take part in every step.
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
@@ -63,7 +63,7 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting them uses the default one
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting workers changes a resumed run
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -131,7 +131,7 @@ class TorchAmp:
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
-    def initialize(self, net, optimizer):  # [AMP 2]
+    def initialize(self, net, optimizer):  # [AMP 2/7]
         self.net, self.optimizer = net, optimizer
         if self.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
@@ -144,23 +144,23 @@ class TorchAmp:
     def wrap(self, net):
         return DDP(net, gradient_as_bucket_view=True)  # 15% faster, saves a copy of gradients
 
-    def state_dict(self):  # [AMP 3]
+    def state_dict(self):  # [AMP 3/7]
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
         self.scaler.load_state_dict(state)
 
-    def autocast(self):  # [AMP 4]
+    def autocast(self):  # [AMP 4/7]
         return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
 
-    def backward(self, loss):  # [AMP 5]
+    def backward(self, loss):  # [AMP 5/7]
         self.scaler.scale(loss).backward()
 
-    def clip(self, norm):  # [AMP 6]
+    def clip(self, norm):  # [AMP 6/7]
         self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
         nn.utils.clip_grad_norm_(self.net.parameters(), norm)
 
-    def step(self):  # [AMP 7]
+    def step(self):  # [AMP 7/7]
         self.scaler.step(self.optimizer)  # also divides, unless clip() did; after an overflow, makes no step
         self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
 
@@ -174,14 +174,14 @@ class ApexAmp:
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
-    def initialize(self, net, optimizer):  # [AMP 2] O1 patches PyTorch's functions, O2 and O3 change net
+    def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
         return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
 
     def wrap(self, net):
         return apex.parallel.DistributedDataParallel(net)
 
-    def state_dict(self):  # [AMP 3] also the weights that the optimizer updates, in O2 float32 copies
+    def state_dict(self):  # [AMP 3/7]: also the weights that the optimizer updates, in O2 float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -191,17 +191,17 @@ class ApexAmp:
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
 
-    def autocast(self):  # [AMP 4]
+    def autocast(self):  # [AMP 4/7]
         return contextlib.nullcontext()  # nothing is left to do after initialize()
 
-    def backward(self, loss):  # [AMP 5]
+    def backward(self, loss):  # [AMP 5/7]
         with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
             scaled_loss.backward()
 
-    def clip(self, norm):  # [AMP 6]
+    def clip(self, norm):  # [AMP 6/7]
         nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
 
-    def step(self):  # [AMP 7]
+    def step(self):  # [AMP 7/7]
         self.optimizer.step()  # after an overflow, Apex lets it do nothing
 
 

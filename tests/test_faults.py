@@ -47,9 +47,9 @@ def kill(*pids):
             os.kill(pid, signal.SIGKILL)
 
 
-def begin(script, flags, log):
+def begin(script, flags, log, folder=ROOT):
     """Start a run as run() does, with two processes; do not wait for its end."""
-    words = command(script, *flags)[1:]
+    words = command(script, *flags, folder=folder)[1:]
     nproc, words = (2, words[4:]) if words[0] == "-m" else (0, words)
     log.touch()
     process = fork.Process(target=be_python, args=(words[0], words[1:], nproc, dict(os.environ), ROOT, log, log))
@@ -68,7 +68,9 @@ def test_killed_at_any_moment_the_same_command_goes_on_and_ends_like_an_unbroken
     unbroken, broken, log = tmp_path / "unbroken.pt", tmp_path / "broken.pt", tmp_path / "log"
     # Most kills come in the first epoch of a run. With this --lr, the best epoch may be an early one.
     flags = [*FEW, "--epochs", str(kills // 2 + 4), "--lr", "1", "--checkpoint"]
-    result(run(command(script, *flags, str(unbroken))))
+    smaller = "(args)\n    net.layer4, net.fc = nn.Identity(), nn.Linear(256, 10)\n    net = net.to(device)"
+    folder = edited(tmp_path / "project", script, ("(args).to(device)", smaller))  # its files are written faster
+    result(run(command(script, *flags, str(unbroken), folder=folder)))
 
     def written():  # when the temporary file was written last; None if there is none
         with contextlib.suppress(FileNotFoundError):
@@ -77,13 +79,13 @@ def test_killed_at_any_moment_the_same_command_goes_on_and_ends_like_an_unbroken
     chance, during_save = random.Random(21), 0
     for number in range(kills):
         old = written()  # a killed run may have left one
-        process = begin(script, [*flags, str(broken)], log)
+        process = begin(script, [*flags, str(broken)], log, folder)
         lines = log.read_text().count("\n") + chance.randrange(8)  # the 7th line is of its second epoch
         # A third of the kills come while the checkpoint is being written, the others at any moment.
         while written() in (old, None) if number % 3 == 0 else log.read_text().count("\n") < lines:
             assert process.is_alive(), log.read_text()
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.1))
+        time.sleep(chance.uniform(0, 0.1 if number % 3 else 0.02))
         pids = family(process.pid)
         kill(*chance.choice([pids, pids[-1:], pids[:2][-1:]]))  # all of them, or one: then the others end, too
         wait_until_gone(pids)
@@ -92,7 +94,7 @@ def test_killed_at_any_moment_the_same_command_goes_on_and_ends_like_an_unbroken
         if broken.exists():
             torch.load(broken, weights_only=True)
     assert during_save >= kills // 7
-    result(run(command(script, *flags, str(broken))))
+    result(run(command(script, *flags, str(broken), folder=folder)))
     a, b = (torch.load(path, weights_only=True) for path in (unbroken, broken))
     for saved in a, b:
         del saved["flags"]["checkpoint"], saved["metrics"]["images_per_second"]
@@ -134,10 +136,10 @@ def test_when_one_of_two_launchers_is_lost_the_other_goes_on_alone(tmp_path, sta
     assert '"world_size": 1' in line and '"batch_size": 12' in line
 
 
-@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
-def test_a_process_that_hangs_ends_the_run_after_the_timeout(script, tmp_path):
+@pytest.mark.parametrize(("script", "real"), [("ddp_launch_train", True), ("ddp_spawn_train", False)])
+def test_a_process_that_hangs_ends_the_run_after_the_timeout(script, real, tmp_path):
     folder = with_fault(tmp_path / "edited", script, "if dist.get_rank() and step == 2: time.sleep(1000)")
-    finished = run(command(script, *FEW, "--timeout", "4", folder=folder), timeout=60, real=True)
+    finished = run(command(script, *FEW, "--timeout", "4", folder=folder), timeout=60, real=real)
     assert finished.returncode != 0 and re.search("imed out|timeout", finished.stderr), finished.stderr
     assert len(pids := process_ids(finished.stdout)) == 2
     wait_until_gone(pids)

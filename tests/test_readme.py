@@ -79,7 +79,7 @@ def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
 def test_profile_step_traces_a_copied_script(tmp_path):
     folder = copy_recipe(tmp_path / "project", "ddp_launch_train")
     (folder / "profile_step.py").write_text((ROOT / "results" / "profile_step.py").read_text())
-    flags = re.search(r"gpu profile_step.py (.*)\n```", SECTION)[1].split()
+    flags = re.search("gpu profile_step.py (.*)`", SECTION)[1].split()
     result(run(command("profile_step", *flags, *CPU, folder=folder), cwd=folder))
     trace = (folder / "trace.json").read_text()
     assert "ProfilerStep#1" in trace and "DistributedDataParallel.forward" in trace and "gloo:all_reduce" in trace
