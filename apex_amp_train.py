@@ -58,12 +58,12 @@ def main(args):
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler pads by repeating images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting workers changes a resumed run
+        generator=torch.Generator().manual_seed(args.seed + rank),  # starting them would advance the default one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -95,9 +95,9 @@ def main(args):
         train_sums, speed = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] Each process has updated BatchNorm's statistics by its own last batch: send those of rank 0.
-        # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
+        # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         val_sums = validate(args, mixed, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -237,7 +237,7 @@ def validate(args, mixed, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
-    sums = torch.zeros(3, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -262,7 +262,7 @@ def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     device = next(model.parameters()).device
-    sums = torch.zeros(2, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel: one process for all GPUs.
 
-    python dp_train.py
+    python dp_train.py        # uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 In every step, DataParallel copies the network from GPU 0 to all GPUs, splits the batch, and gathers the outputs on
 GPU 0; backward() adds up the gradients there. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark
@@ -35,7 +35,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed),  # else starting workers changes a resumed run
+        generator=torch.Generator().manual_seed(args.seed),  # starting them would advance the default one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -44,11 +44,11 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
+    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. Copies last one step: `net` gets BatchNorm statistics of the copy on GPU 0 only.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel but for one method
+    # [DP 2/4] Wrap the network. `net` gets the BatchNorm statistics of the copy on GPU 0, and validates there.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, made safe for bf16
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -80,8 +80,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] For bf16: nn.DataParallel calls each copy in a new thread, where autocast takes float16. Call them
-    # in a loop. The GPUs still work at the same time, unless forward() waits for its GPU, as .item() does.
+    # [DP 4/4] nn.DataParallel calls each copy in a new thread, and there autocast falls back from bf16 to float16.
+    # Call them in a loop. The GPUs still work at the same time, unless forward() waits for its GPU (.item()).
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
@@ -122,7 +122,7 @@ def validate(args, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     device = next(net.parameters()).device
-    sums = torch.zeros(3, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -147,7 +147,7 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     device = next(model.parameters()).device
-    sums = torch.zeros(2, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
