@@ -101,7 +101,7 @@ def main(args):
         val_sums = validate(args, mixed, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
-        previous_best = metrics.get("best_accuracy", 0.0)
+        previous_best = metrics.get("best_accuracy", -math.inf)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
@@ -249,7 +249,7 @@ def validate(args, mixed, loader, net):
 
 
 def metrics_from(train_sums, val_sums):
-    """Return the metrics, as floats, from the sums over all images. The best val_accuracy decides FILE.best."""
+    """Return the metrics, as floats, from the sums over all images. The largest val_accuracy decides FILE.best."""
     train_loss, train_count = train_sums.tolist()
     val_loss, correct, count = val_sums.tolist()
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
