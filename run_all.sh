@@ -86,7 +86,7 @@ main() {
     exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
   fi
 
-  local settings gpus apex data_dir level first=${CUDA_VISIBLE_DEVICES-0} flags=() note='' rows=()
+  local settings machine gpus apex data_dir level first=${CUDA_VISIBLE_DEVICES-0} flags=() note='' rows=()
   python=$(find_python requirements.txt torch torchvision) || exit 1
   # A typo in a flag ends the run here, before the first script.
   settings=$("$python" -c 'if True:
@@ -96,8 +96,10 @@ main() {
         sys.exit("run_all.sh does not take --checkpoint, --precision and --compile")
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     apex = apex_amp_train.apex is not None and gpus > 0
+    name = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
+    print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")
     print(gpus, apex, args.synthetic or args.data_dir)' "$@") || exit 2
-  read -r gpus apex data_dir < <(tail -n 1 <<<"$settings")
+  { read -r machine && read -r gpus apex data_dir; } < <(tail -n 2 <<<"$settings")
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$ failed=0
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs are in $logs"; exit 130' INT
@@ -138,9 +140,7 @@ main() {
   ((gpus)) && run torch_O1_compile "${launch[@]}" torch --opt-level O1 "${flags[@]}" --compile
 
   {
-    printf '%s\n' "\`bash run_all.sh $*\`, $(date +%Y-%m-%d), $("$python" -c 'import torch, sys
-name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if int(sys.argv[1]) else "CPU"
-print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")' "$gpus")" '' "$note" ''
+    printf '%s\n' "\`bash run_all.sh $*\`, $(date +%Y-%m-%d), $machine" '' "$note" ''
     table
   } | tee "$logs/table.md"
   say '' "The logs and table.md are in $logs"
