@@ -142,7 +142,7 @@ class TorchAmp:
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # 15% faster, saves a copy of gradients
+        return DDP(net, gradient_as_bucket_view=True)  # 15% faster with 256 images per GPU
 
     def state_dict(self):  # [AMP 3/7]
         return self.scaler.state_dict()

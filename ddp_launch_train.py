@@ -72,7 +72,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
-    model = DDP(net, gradient_as_bucket_view=True)  # no copy of gradients: 15% faster; needs no device_ids
+    model = DDP(net, gradient_as_bucket_view=True)  # 15% faster with 256 images per GPU; needs no device_ids
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 

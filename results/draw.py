@@ -46,7 +46,7 @@ def draw_batches(folder):
     runs = [result for result, _ in read(folder / "batches.txt", folder / "peers.txt")]
     for compile, label in (True, "--compile"), (False, "eager"):
         chosen = [run for run in runs if run["compile"] == compile]
-        points = sorted((run["batch_size"] // run["gpus"], run["images_per_second"]) for run in chosen)
+        points = sorted({run["batch_size"] // run["gpus"]: run["images_per_second"] for run in chosen}.items())
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
             axis.annotate(f"{speed:,.0f}", (images, speed), (0, 6), textcoords="offset points", ha="center")
@@ -65,7 +65,7 @@ def draw_accuracy(folder):
     for result, epochs in read(folder / "accuracy.txt"):
         images = 50_000 // result["batch_size"] * result["batch_size"]
         seconds = [sum(images / speed for speed, _ in epochs[: n + 1]) for n in range(len(epochs))]
-        label = f"seed {result['seed']}: {epochs[-1][1]:.2%}"
+        label = f"seed {result['seed']}{' --compile' * result['compile']}: {epochs[-1][1]:.2%}"
         axis.plot(seconds, [accuracy for _, accuracy in epochs], marker=".", label=label)
     axis.set(xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None), ylim=(0, 1))
     axis.legend(loc="lower right")
