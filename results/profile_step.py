@@ -19,7 +19,8 @@ train_epoch = script.train_epoch
 
 def profiled_epoch(args, epoch, loader, *others):
     """Train one epoch and trace three of its steps, after the first 20."""
-    schedule = torch.profiler.schedule(skip_first=max(0, min(20, len(loader) - 5)), wait=0, warmup=1, active=3, repeat=1)
+    skip = max(0, min(20, len(loader) - 5))
+    schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=3, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
         return train_epoch(args, epoch, Stepping(loader, profiler), *others)
 
