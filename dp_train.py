@@ -81,7 +81,7 @@ def main(args):
 
 class DataParallelWithoutThreads(nn.DataParallel):
     # [DP 4/4] nn.DataParallel calls each copy in a new thread, and there autocast falls back from bf16 to float16.
-    # Call them in a loop. The GPUs still work at the same time, unless forward() waits for its GPU (.item()).
+    # Here, a loop calls them. The GPUs still work at the same time, unless forward() waits for its GPU (.item()).
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
