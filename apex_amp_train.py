@@ -2,11 +2,17 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
-float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it
-before the step. If they are infinite (an overflow), the step is skipped and the scale halved. Apex calls this
-level O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16. If your GPU has
-bfloat16, prefer ddp_launch_train.py: bfloat16 needs no scale. [AMP 1/7] to [AMP 7/7] mark the steps.
+Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32:
+
+    with torch.autocast("cuda", torch.float16):
+        outputs = model(images)
+    scaler.scale(loss).backward()  # times a scale: in float16, small gradients would become zero
+    scaler.unscale_(optimizer)     # only to clip the gradients: divides them by the scale
+    scaler.step(optimizer)         # divides them if that is not done; no step if they are infinite (overflow)
+    scaler.update()                # halves the scale after an overflow
+
+Apex calls this O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16. Read
+ddp_launch_train.py first, which explains DDP; if your GPU has bfloat16, use that: bfloat16 needs no scale.
 """
 
 import argparse
@@ -46,42 +52,44 @@ def main(args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    net = build_network(args).to(device)
+    if args.batch_size > len(train_set):
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    net = build_network(args).to(args.device)
 
     # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Shares must be equal: all take part in every step.
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler pads by repeating images
+    # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat some
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed + rank),  # starting them would advance the default one
+        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
-    if len(train_loader) == 0:
-        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     # [AMP 1/7] The calls of mixed precision are methods of this object: see TorchAmp, right below main().
-    mixed = ApexAmp(args.opt_level) if args.backend == "apex" else TorchAmp(args.opt_level, args.device)
+    mixed = ApexAmp() if args.backend == "apex" else TorchAmp()
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP: Apex may make weights float16
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
+    net, optimizer = mixed.initialize(args, net, optimizer)  # [AMP 2/7] before DDP: Apex may make weights float16
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] in this order
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
-    model = mixed.wrap(net)  # in PyTorch's DDP, or in Apex's
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
+    model = mixed.wrap(net)  # DDP(net), PyTorch's or Apex's
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -94,10 +102,9 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process has updated BatchNorm's statistics by its own last batch: send those of rank 0.
-        for buffer in net.buffers():
+        # [DDP 7/8] Validate with `net`, which waits for no other process: their shares may differ by one batch.
+        for buffer in net.buffers():  # BatchNorm's statistics; each process has updated them by its own last batch
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         val_sums = validate(args, mixed, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -114,9 +121,8 @@ def main(args):
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
-    result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
+    run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
@@ -124,25 +130,22 @@ def main(args):
 class TorchAmp:
     """By PyTorch. To use O1 in a program of your own, copy this class without the lines of O3."""
 
-    def __init__(self, opt_level, device):
-        self.opt_level, self.device = opt_level, device
-        self.scaler = torch.amp.GradScaler(device, enabled=opt_level == "O1")  # does nothing in O0 and O3
-
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
-    def initialize(self, net, optimizer):  # [AMP 2/7]
-        self.net, self.optimizer = net, optimizer
-        if self.opt_level == "O3":
+    def initialize(self, args, net, optimizer):  # [AMP 2/7]
+        self.args, self.net, self.optimizer = args, net, optimizer
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # idle in O0, O3
+        if args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # if step 1 overflows, fused SGD leaves momentum unset
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves its momentum unset if step 1 overflows
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # 15% faster with 256 images per GPU
+        return DDP(net, gradient_as_bucket_view=True)  # gradients lie where DDP sends them from: one copy less
 
     def state_dict(self):  # [AMP 3/7]
         return self.scaler.state_dict()
@@ -151,7 +154,7 @@ class TorchAmp:
         self.scaler.load_state_dict(state)
 
     def autocast(self):  # [AMP 4/7]
-        return torch.autocast(self.device, torch.float16, enabled=self.opt_level == "O1")
+        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward(self, loss):  # [AMP 5/7]
         self.scaler.scale(loss).backward()
@@ -160,7 +163,7 @@ class TorchAmp:
         self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
         nn.utils.clip_grad_norm_(self.net.parameters(), norm)
 
-    def step(self):  # [AMP 7/7]
+    def step(self):  # [AMP 7/7]: DDP averages gradients, so all processes see the same overflow, and skip the step
         self.scaler.step(self.optimizer)  # also divides, unless clip() did; after an overflow, makes no step
         self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
 
@@ -168,15 +171,12 @@ class TorchAmp:
 class ApexAmp:
     """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
 
-    def __init__(self, opt_level):
-        self.opt_level = opt_level
-
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
-    def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
+    def initialize(self, args, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
-        return apex.amp.initialize(net, optimizer, opt_level=self.opt_level, verbosity=0)
+        return apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def wrap(self, net):
         return apex.parallel.DistributedDataParallel(net)
@@ -236,11 +236,10 @@ def compute_loss(args, mixed, model, images, labels, augment):
 def validate(args, mixed, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    device = next(net.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
             loss, outputs = compute_loss(args, mixed, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
@@ -261,23 +260,23 @@ def metrics_from(train_sums, val_sums):
 def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
+        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
         optimizer.zero_grad()
+        loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
         mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(); meanwhile, DDP averages the gradients
         if args.clip_grad:
             mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer), then clip_grad_norm_()
-        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update(); after DDP's average, all see an overflow
+        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    sums.tolist()  # waits for the GPU; only then read the clock
+    if args.device == "cuda":
+        torch.cuda.synchronize()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
 
@@ -297,7 +296,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
@@ -339,8 +338,8 @@ def parse_args(argv=None):
     add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():
-        least = 1 if type(value) is int and name not in ("workers", "seed") else 0
+    for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
+        least = 0 if name in ("workers", "seed") or type(value) is float else 1
         if type(value) in (int, float) and not value >= least:  # refuses NaN, too
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):

@@ -31,7 +31,7 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # listen on this machine only
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # optional: listen on this machine only
     with tempfile.TemporaryDirectory() as folder:  # main() connects through a file in it, and leaves metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
         try:
@@ -43,7 +43,6 @@ def launch(argv=None):
 
 def main(rank, args, folder):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
-    torch.multiprocessing.set_start_method("fork", force=True)  # else DataLoader spawns its processes, too: slow
     local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
 
@@ -52,31 +51,34 @@ def main(rank, args, folder):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    net = build_network(args).to(device)
+    if args.batch_size > len(train_set):
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    net = build_network(args).to(args.device)
 
     # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # meet through a file
+    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # meet in a file: no port
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
-    # [DDP 4/8] Each process reads its own share of each batch. Shares must be equal: all take part in every step.
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles, too
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler pads by repeating images
+    # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat some
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed + rank),  # starting them would advance the default one
+        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
+        multiprocessing_context="fork" if args.workers else None,  # the default would be spawn: slow
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
-    if len(train_loader) == 0:
-        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
@@ -84,8 +86,9 @@ def main(rank, args, folder):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `net` is then the network inside.
-    model = DDP(net, gradient_as_bucket_view=True)  # 15% faster with 256 images per GPU; needs no device_ids
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
+    # DDP needs no device_ids, since the network and the images of this process are on one GPU.
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients lie where DDP sends them from: one copy less
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -98,10 +101,9 @@ def main(rank, args, folder):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Each process has updated BatchNorm's statistics by its own last batch: send those of rank 0.
-        for buffer in net.buffers():
+        # [DDP 7/8] Validate with `net`, which waits for no other process: their shares may differ by one batch.
+        for buffer in net.buffers():  # BatchNorm's statistics; each process has updated them by its own last batch
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: a forward pass of `model` would wait for processes that have no batch left.
         val_sums = validate(args, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -118,11 +120,10 @@ def main(rank, args, folder):
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
-    result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
+    run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    torch.save(metrics, f"{folder}/metrics{rank}")  # for launch()
+    torch.save(metrics, f"{folder}/metrics{rank}")  # launch() returns those of rank 0
     dist.destroy_process_group()
 
 
@@ -157,11 +158,10 @@ def compute_loss(args, model, images, labels, augment):
 def validate(args, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    device = next(net.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
@@ -182,13 +182,12 @@ def metrics_from(train_sums, val_sums):
 def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
+        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
         optimizer.zero_grad()
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
         loss.backward()  # meanwhile, DDP averages the gradients of all processes
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
@@ -198,7 +197,8 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    sums.tolist()  # waits for the GPU; only then read the clock
+    if args.device == "cuda":
+        torch.cuda.synchronize()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
 
@@ -218,7 +218,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
@@ -256,8 +256,8 @@ def parse_args(argv=None):
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="processes (default: one per GPU)")
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():
-        least = 1 if type(value) is int and name not in ("workers", "seed") else 0
+    for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
+        least = 0 if name in ("workers", "seed") or type(value) is float else 1
         if type(value) in (int, float) and not value >= least:  # refuses NaN, too
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):

@@ -21,34 +21,46 @@ from torch.utils.data import DataLoader, RandomSampler
 import common
 
 
+class DataParallelWithoutThreads(nn.DataParallel):
+    # [DP 1/4] nn.DataParallel calls each copy of the network in a thread; there, autocast falls back from bf16 to
+    # float16. This class calls them in a loop. All GPUs work at once, unless forward() waits for one (.item()).
+    def parallel_apply(self, replicas, inputs, kwargs):
+        outputs = []
+        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*arguments, **keywords))
+        return outputs
+
+
 def main(args):
-    # [DP 1/4] One process uses all GPUs. "cuda" is GPU 0: the weights, the whole batch and its outputs are there.
+    # One process uses all GPUs. "cuda" is GPU 0: the weights, the whole batch and its outputs are there.
     cuda = args.device == "cuda"
-    device = torch.device(args.device)
     gpus = torch.cuda.device_count() if cuda else 0
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    net = build_network(args).to(device)
+    if args.batch_size > len(train_set):
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
+    net = build_network(args).to(args.device)
 
     sampler = RandomSampler(train_set)  # as shuffle=True, but by the seed that each epoch sets
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        generator=torch.Generator().manual_seed(args.seed),  # starting them would advance the default one
+        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
-    if len(train_loader) == 0:
-        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. `net` gets the BatchNorm statistics of the copy on GPU 0, and validates there.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, made safe for bf16
+    # [DP 2/4] Wrap the network. `model` trains on all GPUs; `net` has the same weights, and validates on GPU 0.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # BatchNorm sees only GPU 0's part of each batch
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -72,22 +84,10 @@ def main(args):
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
-    result = dict(script=os.path.basename(__file__), **vars(args)) | metrics
-    result |= dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(result), flush=True)  # flags and metrics in one line, for programs
+    run = dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
-
-
-class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 4/4] nn.DataParallel calls each copy in a new thread, and there autocast falls back from bf16 to float16.
-    # Here, a loop calls them. The GPUs still work at the same time, unless forward() waits for its GPU (.item()).
-    def parallel_apply(self, replicas, inputs, kwargs):
-        outputs = []
-        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*arguments, **keywords))
-        return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -121,11 +121,10 @@ def compute_loss(args, model, images, labels, augment):
 def validate(args, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    device = next(net.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
@@ -146,14 +145,13 @@ def metrics_from(train_sums, val_sums):
 def train_epoch(args, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    device = next(model.parameters()).device
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
+        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
         optimizer.zero_grad()
-        loss.backward()  # adds up the gradients of all copies on GPU 0
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
+        loss.backward()  # [DP 4/4] compute_loss() used a new copy on each GPU; add up their gradients on GPU 0
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -162,7 +160,8 @@ def train_epoch(args, epoch, loader, model, optimizer, scheduler):
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss {loss.item():.5g}", flush=True)
-    sums.tolist()  # waits for the GPU; only then read the clock
+    if args.device == "cuda":
+        torch.cuda.synchronize()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
 
@@ -182,7 +181,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
@@ -217,8 +216,8 @@ def parse_args(argv=None):
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():
-        least = 1 if type(value) is int and name not in ("workers", "seed") else 0
+    for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
+        least = 0 if name in ("workers", "seed") or type(value) is float else 1
         if type(value) in (int, float) and not value >= least:  # refuses NaN, too
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
