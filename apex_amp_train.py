@@ -2,21 +2,15 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32:
+Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
+float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it.
+Apex calls this O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16.
 
-    with torch.autocast("cuda", torch.float16):
-        outputs = model(images)
-    scaler.scale(loss).backward()  # times a scale: in float16, small gradients would become zero
-    scaler.unscale_(optimizer)     # only to clip the gradients: divides them by the scale
-    scaler.step(optimizer)         # divides them if that is not done; no step if they are infinite (overflow)
-    scaler.update()                # halves the scale after an overflow
-
-Apex calls this O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16. Read
-ddp_launch_train.py first, which explains DDP; if your GPU has bfloat16, use that: bfloat16 needs no scale.
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. That script also
+explains DDP, [DDP 1/8] to [DDP 8/8]; here, [AMP 1/6] to [AMP 6/6] mark the steps of mixed precision.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
@@ -59,9 +53,9 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    net = build_network(args).to(args.device)
+    net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Download before: from here on, --timeout counts.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -72,24 +66,23 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    # [AMP 1/7] The calls of mixed precision are methods of this object: see TorchAmp, right below main().
-    mixed = ApexAmp() if args.backend == "apex" else TorchAmp()
-    if args.sync_bn:
-        net = mixed.convert_sync_batchnorm(net)
-    optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(args, net, optimizer)  # [AMP 2/7] before DDP: Apex may make weights float16
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] in this order
+    # [AMP 1/6] Make the network and its optimizer ready for --opt-level, and create a GradScaler.
+    net, optimizer, scheduler, scaler = initialize(args, net, args.epochs * len(train_loader))
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] the scale, too
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
-    model = mixed.wrap(net)  # DDP(net), PyTorch's or Apex's
+    if args.backend == "apex":
+        model = apex.parallel.DistributedDataParallel(net)
+    else:
+        model = DDP(net, gradient_as_bucket_view=True)  # gradients are not copied; needs no device_ids
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -100,12 +93,12 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, mixed, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
 
-        # [DDP 7/8] Validate with `net`, which waits for no other process: their shares may differ by one batch.
-        for buffer in net.buffers():  # BatchNorm's statistics; each process has updated them by its own last batch
+        # [DDP 7/8] Validate with `net`: `model` would wait for all processes, and one may have a batch less.
+        for buffer in net.buffers():  # BatchNorm's statistics: after DDP sent them, each process updated its own
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, mixed, val_loader, net)
+        val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -127,61 +120,51 @@ def main(args):
     dist.destroy_process_group()
 
 
-class TorchAmp:
-    """By PyTorch. To use O1 in a program of your own, copy this class without the lines of O3."""
-
-    def convert_sync_batchnorm(self, net):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-
-    def initialize(self, args, net, optimizer):  # [AMP 2/7]
-        self.args, self.net, self.optimizer = args, net, optimizer
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # idle in O0, O3
-        if args.opt_level == "O3":
-            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves its momentum unset if step 1 overflows
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return net, optimizer
-
-    def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # gradients lie where DDP sends them from: one copy less
-
-    def state_dict(self):  # [AMP 3/7]
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state):
-        self.scaler.load_state_dict(state)
-
-    def autocast(self):  # [AMP 4/7]
-        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
-
-    def backward(self, loss):  # [AMP 5/7]
-        self.scaler.scale(loss).backward()
-
-    def clip(self, norm):  # [AMP 6/7]
-        self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
-        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
-
-    def step(self):  # [AMP 7/7]: DDP averages gradients, so all processes see the same overflow, and skip the step
-        self.scaler.step(self.optimizer)  # also divides, unless clip() did; after an overflow, makes no step
-        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
+def initialize(args, net, total_steps):
+    """Return the network, the optimizer, its schedule, and the GradScaler, for --backend and --opt-level."""
+    if args.backend == "apex":
+        net = apex.parallel.convert_syncbn_model(net) if args.sync_bn else net
+        optimizer, scheduler = build_optimizer(args, net, total_steps)
+        # In O1, this patches PyTorch's functions; in O2 and O3, it makes the network float16.
+        net, optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+        return net, optimizer, scheduler, ApexScaler(optimizer)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
+    if args.opt_level == "O3":
+        net.half()
+        net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # makes the images float16, too
+    optimizer, scheduler = build_optimizer(args, net, total_steps)
+    # If the first step is skipped, fused SGD never initialises its momentum: so start with zeros.
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return net, optimizer, scheduler, torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
 
 
-class ApexAmp:
-    """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
+class ApexScaler:
+    """NVIDIA Apex, with the methods of torch.amp.GradScaler. Its amp is deprecated, and gone after tag 25.04."""
 
-    def convert_sync_batchnorm(self, net):
-        return apex.parallel.convert_syncbn_model(net)
-
-    def initialize(self, args, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
+    def __init__(self, optimizer):
         self.optimizer = optimizer
-        return apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
-    def wrap(self, net):
-        return apex.parallel.DistributedDataParallel(net)
+    def scale(self, loss):
+        self.loss = loss
+        return self
 
-    def state_dict(self):  # [AMP 3/7]: also the weights that the optimizer updates, in O2 float32 copies
+    def backward(self):
+        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
+            scaled_loss.backward()
+
+    def unscale_(self, optimizer):
+        pass  # backward() has done it
+
+    def step(self, optimizer):
+        optimizer.step()  # after an overflow, Apex lets it do nothing
+
+    def update(self):
+        pass  # backward() has done it
+
+    def state_dict(self):  # also the weights that the optimizer updates: in O2, these are float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -190,19 +173,6 @@ class ApexAmp:
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
-
-    def autocast(self):  # [AMP 4/7]
-        return contextlib.nullcontext()  # nothing is left to do after initialize()
-
-    def backward(self, loss):  # [AMP 5/7]
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
-            scaled_loss.backward()
-
-    def clip(self, norm):  # [AMP 6/7]
-        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
-
-    def step(self):  # [AMP 7/7]
-        self.optimizer.step()  # after an overflow, Apex lets it do nothing
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -225,22 +195,23 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, mixed, model, images, labels, augment):
+def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with mixed.autocast():  # [AMP 4/7] torch.autocast("cuda", torch.float16); keep it when you replace this
+    # [AMP 3/6] Compute convolutions and matrix products in float16. Keep this when you replace the function.
+    with torch.autocast(args.device, torch.float16, enabled=args.precision == "O1 by torch"):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, mixed, loader, net):
+def validate(args, device, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
-            loss, outputs = compute_loss(args, mixed, net, images, labels, augment=False)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -257,19 +228,24 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, mixed, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
-        mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(); meanwhile, DDP averages the gradients
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
+        scaler.scale(loss).backward()  # [AMP 4/6] in float16, small gradients would become zero: scale the loss
         if args.clip_grad:
-            mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer), then clip_grad_norm_()
-        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update()
+            scaler.unscale_(optimizer)  # [AMP 5/6] divides the gradients by the scale; only then clip them
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]  # O2: the copies
+            nn.utils.clip_grad_norm_(weights, args.clip_grad)
+        # [AMP 6/6] Divide them, unless unscale_() did, and make a step. If they are infinite or NaN (an overflow),
+        # make no step, and halve the scale. All processes see the same overflow: DDP has averaged the gradients.
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
@@ -300,7 +276,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -347,7 +323,7 @@ def parse_args(argv=None):
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
+        parser.error("there are not enough GPUs; start one process per GPU, or use --device cpu")
     if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile")
     if args.backend == "torch" and args.opt_level == "O2":

@@ -47,9 +47,9 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    net = build_network(args).to(args.device)
+    net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Download before: from here on, --timeout counts.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -60,7 +60,7 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
@@ -74,8 +74,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
-    # DDP needs no device_ids, since the network and the images of this process are on one GPU.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients lie where DDP sends them from: one copy less
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients are not copied; needs no device_ids
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -86,12 +85,12 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Validate with `net`, which waits for no other process: their shares may differ by one batch.
-        for buffer in net.buffers():  # BatchNorm's statistics; each process has updated them by its own last batch
+        # [DDP 7/8] Validate with `net`: `model` would wait for all processes, and one may have a batch less.
+        for buffer in net.buffers():  # BatchNorm's statistics: after DDP sent them, each process updated its own
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, val_loader, net)
+        val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -141,13 +140,13 @@ def compute_loss(args, model, images, labels, augment):
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, loader, net):
+def validate(args, device, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
@@ -165,13 +164,13 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         loss.backward()  # meanwhile, DDP averages the gradients of all processes
@@ -208,7 +207,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -254,7 +253,7 @@ def parse_args(argv=None):
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
+        parser.error("there are not enough GPUs; start one process per GPU, or use --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

@@ -31,19 +31,20 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
+    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # number of processes
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # optional: listen on this machine only
     with tempfile.TemporaryDirectory() as folder:  # main() connects through a file in it, and leaves metrics
-        # [DDP 1/8] Start the processes. Each calls main(rank, args, folder) with its rank: 0, 1, 2, ...
+        # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
-            torch.multiprocessing.spawn(main, (args, folder), nprocs=args.nproc)
+            torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
         except torch.multiprocessing.ProcessExitedException as error:  # the process has printed why, unless killed
             raise SystemExit(f"{error}") from None
         return torch.load(f"{folder}/metrics0")
 
 
-def main(rank, args, folder):
+def main(rank, world_size, folder, args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
-    local_rank, world_size = rank, args.nproc  # there is only one machine, so rank and local_rank are equal
+    local_rank = rank  # index of this process on its machine: there is only one machine
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
@@ -58,9 +59,9 @@ def main(rank, args, folder):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    net = build_network(args).to(args.device)
+    net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Do long downloads before, as load_data() does.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Download before: from here on, --timeout counts.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # meet in a file: no port
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
@@ -72,7 +73,7 @@ def main(rank, args, folder):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # the default would be spawn: slow
@@ -87,8 +88,7 @@ def main(rank, args, folder):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
-    # DDP needs no device_ids, since the network and the images of this process are on one GPU.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients lie where DDP sends them from: one copy less
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients are not copied; needs no device_ids
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -99,12 +99,12 @@ def main(rank, args, folder):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Validate with `net`, which waits for no other process: their shares may differ by one batch.
-        for buffer in net.buffers():  # BatchNorm's statistics; each process has updated them by its own last batch
+        # [DDP 7/8] Validate with `net`: `model` would wait for all processes, and one may have a batch less.
+        for buffer in net.buffers():  # BatchNorm's statistics: after DDP sent them, each process updated its own
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, val_loader, net)
+        val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -155,13 +155,13 @@ def compute_loss(args, model, images, labels, augment):
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, loader, net):
+def validate(args, device, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
@@ -179,13 +179,13 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         loss.backward()  # meanwhile, DDP averages the gradients of all processes
@@ -222,7 +222,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -254,7 +254,6 @@ def parse_args(argv=None):
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
     add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--nproc", type=int, default=torch.cuda.device_count() or 2, help="processes (default: one per GPU)")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
         least = 0 if name in ("workers", "seed") or type(value) is float else 1
@@ -264,8 +263,8 @@ def parse_args(argv=None):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
-    if args.device == "cuda" and args.nproc > torch.cuda.device_count():
-        parser.error("there are fewer GPUs than processes; start one process per GPU, or use --device cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there are not enough GPUs; start one process per GPU, or use --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

@@ -2,9 +2,9 @@
 
     python dp_train.py        # uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-In every step, DataParallel copies the network from GPU 0 to all GPUs, splits the batch, and gathers the outputs on
-GPU 0; backward() adds up the gradients there. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark
-what DataParallel adds to a program for one GPU.
+The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs,
+gives each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. DDP is
+faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark what differs from a program for one GPU.
 """
 
 import argparse
@@ -21,34 +21,23 @@ from torch.utils.data import DataLoader, RandomSampler
 import common
 
 
-class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 1/4] nn.DataParallel calls each copy of the network in a thread; there, autocast falls back from bf16 to
-    # float16. This class calls them in a loop. All GPUs work at once, unless forward() waits for one (.item()).
-    def parallel_apply(self, replicas, inputs, kwargs):
-        outputs = []
-        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*arguments, **keywords))
-        return outputs
-
-
 def main(args):
-    # One process uses all GPUs. "cuda" is GPU 0: the weights, the whole batch and its outputs are there.
     cuda = args.device == "cuda"
+    device = torch.device(args.device)  # "cuda" is GPU 0: the weights and the whole batch are there
     gpus = torch.cuda.device_count() if cuda else 0
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
-    net = build_network(args).to(args.device)
+    net = build_network(args).to(device)
 
     sampler = RandomSampler(train_set)  # as shuffle=True, but by the seed that each epoch sets
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. Otherwise it comes from PyTorch's own generator, which then differs after a resume.
+        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -59,8 +48,9 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. `model` trains on all GPUs; `net` has the same weights, and validates on GPU 0.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # BatchNorm sees only GPU 0's part of each batch
+    # [DP 1/4] Wrap the network in nn.DataParallel, here without its threads: see below. `model` trains the weights
+    # of `net` on all GPUs; BatchNorm's statistics are those of GPU 0's parts. `net` validates on GPU 0 alone.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -69,8 +59,8 @@ def main(args):
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
-        train_sums, speed = train_epoch(args, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, val_loader, net)
+        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
+        val_sums = validate(args, device, val_loader, net)
         previous_best = metrics.get("best_accuracy", -math.inf)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -78,7 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 3/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
+        # [DP 2/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
         if args.checkpoint:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -88,6 +78,17 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+
+
+class DataParallelWithoutThreads(nn.DataParallel):
+    # [DP 3/4] nn.DataParallel calls each copy of the network in a thread; there, autocast falls back from bf16 to
+    # float16. So call them in a loop. A call does not wait for its GPU, so that all GPUs work at the same time.
+    def parallel_apply(self, replicas, inputs, kwargs):
+        outputs = []
+        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*arguments, **keywords))
+        return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -118,13 +119,13 @@ def compute_loss(args, model, images, labels, augment):
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, loader, net):
+def validate(args, device, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
-            images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
@@ -142,16 +143,16 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     start = time.perf_counter()
     for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(args.device, non_blocking=True), labels.to(args.device, non_blocking=True)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] compute_loss() used a new copy on each GPU; add up their gradients on GPU 0
+        loss.backward()  # [DP 4/4] adds up the gradients of all copies: the loss is the mean of the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -185,7 +186,7 @@ def load_checkpoint(args, stateful):
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device nproc".split()
+        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")

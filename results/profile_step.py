@@ -17,12 +17,12 @@ import ddp_launch_train as script
 train_epoch = script.train_epoch
 
 
-def profiled_epoch(args, epoch, loader, *others):
+def profiled_epoch(args, device, epoch, loader, *others):
     """Train one epoch and trace three of its steps, after the first 20."""
     skip = max(0, min(20, len(loader) - 5))
     schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=3, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
-        return train_epoch(args, epoch, Stepping(loader, profiler), *others)
+        return train_epoch(args, device, epoch, Stepping(loader, profiler), *others)
 
 
 class Stepping:

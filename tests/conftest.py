@@ -51,11 +51,9 @@ def edited(folder, script, *changes):
 
 
 def command(script, *flags, nproc=2, folder=ROOT):
-    """Return the command line that starts a script with `nproc` processes."""
+    """Return the command line that starts a script, with torchrun for `nproc` processes."""
     words = [sys.executable, str(folder / f"{script}.py"), *flags]
-    if script == "ddp_spawn_train":
-        words += ["--nproc", str(nproc)]
-    elif script != "dp_train":
+    if script not in ("dp_train", "ddp_spawn_train"):
         words[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     return words
 

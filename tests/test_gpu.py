@@ -25,7 +25,7 @@ def losses(finished):
 
 @pytest.mark.parametrize(("flags", "different"), [(["--sync-bn"], 1), ([], 2)])
 def test_sync_bn_gives_all_processes_the_same_statistics(flags, different, tmp_path):
-    line = "        for buffer in net.buffers():\n"  # after the last step, before rank 0's are broadcast
+    line = "        for buffer in net.buffers():"  # after the last step, before rank 0's are broadcast
     say = "        print('SUM', sum(b.double().sum().item() for b in net.buffers()), force=True)\n"
     folder = edited(tmp_path / "edited", "ddp_launch_train", (line, say + line))
     finished = run(command("ddp_launch_train", *ON_GPU, *flags, "--precision", "fp32", folder=folder))
@@ -111,5 +111,5 @@ def test_a_resumed_run_goes_on_where_it_was(backend, level, tmp_path):
     after, before = (torch.load(path, weights_only=True) for path in (a, b))
     torch.testing.assert_close(after["net"], before["net"], rtol=1e-3, atol=1e-5)
     if backend == "apex":
-        assert after["mixed"]["scale"] == before["mixed"]["scale"]
-        assert {weight.dtype for weight in after["mixed"]["masters"]} == {torch.float32}
+        assert after["scaler"]["scale"] == before["scaler"]["scale"]
+        assert {weight.dtype for weight in after["scaler"]["masters"]} == {torch.float32}

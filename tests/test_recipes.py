@@ -85,7 +85,7 @@ def test_O0_by_torch_equals_ddp_launch_train_bit_for_bit(tmp_path, first_runs):
     flags = [*CPU, "--epochs", "3", "--opt-level", "O0", "--checkpoint", f"{tmp_path}/run.pt"]
     assert "O0 by torch: " in run(command("apex_amp_train", *flags)).stdout
     left = left_by(tmp_path)
-    assert left[0].pop("mixed") == {} and left == left_by(first_runs("ddp_launch_train")[1])
+    assert left[0].pop("scaler") == {} and left == left_by(first_runs("ddp_launch_train")[1])
 
 
 def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_runs):
@@ -106,14 +106,13 @@ def test_every_test_image_counts_once_on_1_2_and_3_processes():
         assert [one[name] for one in found] == pytest.approx([found[0][name]] * 3, rel=1e-6)
 
 
-@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
-def test_two_processes_train_like_one_on_the_same_global_batch(script, tmp_path):
-    folder = edited(tmp_path / "project", script, *FLOAT64)
+def test_two_processes_train_like_one_on_the_same_global_batch(tmp_path):
+    folder = edited(tmp_path / "project", "ddp_launch_train", *FLOAT64)
     flags = [*CPU, "--epochs", "2", "--clip-grad", "0.5", "--checkpoint"]
     ends = []
     for nproc in 1, 2:
         path = tmp_path / f"{nproc}.pt"
-        found = result(run(command(script, *flags, str(path), nproc=nproc, folder=folder)))
+        found = result(run(command("ddp_launch_train", *flags, str(path), nproc=nproc, folder=folder)))
         ends.append([torch.load(path, weights_only=True)["net"], *(found[name] for name in METRICS)])
     torch.testing.assert_close(ends[0][0], ends[1][0], rtol=1e-12, atol=1e-12)
     assert ends[0][1:] == pytest.approx(ends[1][1:], rel=1e-12)

@@ -15,7 +15,7 @@ dp | --epochs many | argument --epochs: invalid int value: 'many'
 launch | --color red | unrecognized arguments: --color red
 dp | --lr nan | --lr must be at least 0
 dp | --device cuda | there is no GPU; use --device cpu
-launch, spawn, apex | --device cuda | fewer GPUs than processes; start one process per GPU, or use --device cpu
+launch, spawn, apex | --device cuda | not enough GPUs; start one process per GPU, or use --device cpu
 python launch, python apex, RANK=0 python launch, RANK=0 python apex | | start this script with torchrun: torchrun
 torchrun dp, torchrun spawn | | start this script without torchrun: python
 launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by the number of processes, 2
@@ -36,9 +36,9 @@ apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with 
 """
 CASES = [tuple(part.strip() for part in line.split("|")) for line in TABLE.strip().splitlines()]
 CASES = [(start, *rest) for starts, *rest in CASES for start in starts.split(", ")]
-for name in "limit image-size epochs batch-size log-every timeout nproc lr clip-grad workers seed".split():
+for name in "limit image-size epochs batch-size log-every timeout lr clip-grad workers seed".split():
     least = int(name not in ("lr", "clip-grad", "workers", "seed"))
-    script = dict(timeout="launch", nproc="python spawn").get(name, "dp")
+    script = "launch" if name == "timeout" else "dp"
     CASES.append((script, f"--{name} {least - 1}", f"--{name} must be at least {least}"))
 
 
