@@ -55,34 +55,34 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Download before: from here on, --timeout counts.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: --timeout counts from here.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat some
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats some
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
+        # Seeds them, without taking a random number from PyTorch's generator: a resumed run would take it again.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    # [AMP 1/6] Make the network and its optimizer ready for --opt-level, and create a GradScaler.
+    # [AMP 1/6] Create a GradScaler, and make network and optimizer ready for --opt-level (or for Apex).
     net, optimizer, scheduler, scaler = initialize(args, net, args.epochs * len(train_loader))
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] the scale, too
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] save its scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
     if args.backend == "apex":
         model = apex.parallel.DistributedDataParallel(net)
     else:
-        model = DDP(net, gradient_as_bucket_view=True)  # gradients are not copied; needs no device_ids
+        model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -95,8 +95,9 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
 
-        # [DDP 7/8] Validate with `net`: `model` would wait for all processes, and one may have a batch less.
-        for buffer in net.buffers():  # BatchNorm's statistics: after DDP sent them, each process updated its own
+        # [DDP 7/8] In its last step, each process has changed its own BatchNorm statistics: take those of rank 0.
+        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
+        for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
@@ -123,56 +124,20 @@ def main(args):
 def initialize(args, net, total_steps):
     """Return the network, the optimizer, its schedule, and the GradScaler, for --backend and --opt-level."""
     if args.backend == "apex":
-        net = apex.parallel.convert_syncbn_model(net) if args.sync_bn else net
-        optimizer, scheduler = build_optimizer(args, net, total_steps)
-        # In O1, this patches PyTorch's functions; in O2 and O3, it makes the network float16.
-        net, optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
-        return net, optimizer, scheduler, ApexScaler(optimizer)
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if args.sync_bn else net
+        return initialize_apex(args, net, total_steps)
+    if args.sync_bn:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     if args.opt_level == "O3":
         net.half()
         net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # makes the images float16, too
     optimizer, scheduler = build_optimizer(args, net, total_steps)
-    # If the first step is skipped, fused SGD never initialises its momentum: so start with zeros.
+    scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # in O0 and O3, it does nothing
+    # If the first step is skipped, fused SGD never initialises its momentum (a PyTorch fault): start with zeros.
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return net, optimizer, scheduler, torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
-
-
-class ApexScaler:
-    """NVIDIA Apex, with the methods of torch.amp.GradScaler. Its amp is deprecated, and gone after tag 25.04."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def scale(self, loss):
-        self.loss = loss
-        return self
-
-    def backward(self):
-        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
-            scaled_loss.backward()
-
-    def unscale_(self, optimizer):
-        pass  # backward() has done it
-
-    def step(self, optimizer):
-        optimizer.step()  # after an overflow, Apex lets it do nothing
-
-    def update(self):
-        pass  # backward() has done it
-
-    def state_dict(self):  # also the weights that the optimizer updates: in O2, these are float32 copies
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
+    return net, optimizer, scheduler, scaler
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -199,7 +164,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     # [AMP 3/6] Compute convolutions and matrix products in float16. Keep this when you replace the function.
-    with torch.autocast(args.device, torch.float16, enabled=args.precision == "O1 by torch"):
+    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -212,7 +177,7 @@ def validate(args, device, loader, net):
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
-            sums[0] += loss * len(labels)
+            sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
     return sums
@@ -240,14 +205,14 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         scaler.scale(loss).backward()  # [AMP 4/6] in float16, small gradients would become zero: scale the loss
         if args.clip_grad:
             scaler.unscale_(optimizer)  # [AMP 5/6] divides the gradients by the scale; only then clip them
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]  # O2: the copies
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]  # O2: copies
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
-        # [AMP 6/6] Divide them, unless unscale_() did, and make a step. If they are infinite or NaN (an overflow),
-        # make no step, and halve the scale. All processes see the same overflow: DDP has averaged the gradients.
-        scaler.step(optimizer)
-        scaler.update()
+        # [AMP 6/6] If gradients are infinite or NaN (an overflow), skip this step, and halve the scale. All
+        # processes skip the same steps, since DDP has averaged the gradients. A few skipped steps are normal.
+        scaler.step(optimizer)  # also divides the gradients by the scale, unless unscale_() did
+        scaler.update()  # after 2,000 steps without an overflow, doubles the scale
         scheduler.step()
-        sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
+        sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
@@ -282,11 +247,57 @@ def load_checkpoint(args, stateful):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()  # all processes call this function: compare what they found
+    found = [None] * dist.get_world_size()  # else one trains more epochs, and waits for the others
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
     return epochs_done, metrics
+
+
+# ------------------------------------------------------------ NVIDIA Apex (its amp is gone after tag 25.04)
+
+
+def initialize_apex(args, net, total_steps):
+    if args.sync_bn:
+        net = apex.parallel.convert_syncbn_model(net)
+    optimizer, scheduler = build_optimizer(args, net, total_steps)
+    # In O1, this patches PyTorch's functions; in O2 and O3, it makes the network float16.
+    net, optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+    return net, optimizer, scheduler, ApexScaler(optimizer)
+
+
+class ApexScaler:
+    """The methods of torch.amp.GradScaler, by NVIDIA Apex."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def scale(self, loss):
+        self.loss = loss
+        return self  # so that scaler.scale(loss).backward() calls this:
+
+    def backward(self):
+        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
+            scaled_loss.backward()
+
+    def unscale_(self, optimizer):
+        pass  # backward() has done it
+
+    def step(self, optimizer):
+        optimizer.step()  # after an overflow, Apex lets it do nothing
+
+    def update(self):
+        pass  # backward() has done it
+
+    def state_dict(self):  # also the weights that the optimizer updates: in O2, these are float32 copies
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):
+        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
 
 
 def parse_args(argv=None):
@@ -323,7 +334,7 @@ def parse_args(argv=None):
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("there are not enough GPUs; start one process per GPU, or use --device cpu")
+        parser.error("there are not enough GPUs: each process needs one of its own, or --device cpu")
     if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile")
     if args.backend == "torch" and args.opt_level == "O2":

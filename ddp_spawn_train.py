@@ -61,19 +61,19 @@ def main(rank, world_size, folder, args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Download before: from here on, --timeout counts.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: --timeout counts from here.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # meet in a file: no port
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat some
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats some
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
+        # Seeds them, without taking a random number from PyTorch's generator: a resumed run would take it again.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # the default would be spawn: slow
@@ -88,7 +88,7 @@ def main(rank, world_size, folder, args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients are not copied; needs no device_ids
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -101,8 +101,9 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Validate with `net`: `model` would wait for all processes, and one may have a batch less.
-        for buffer in net.buffers():  # BatchNorm's statistics: after DDP sent them, each process updated its own
+        # [DDP 7/8] In its last step, each process has changed its own BatchNorm statistics: take those of rank 0.
+        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
+        for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
@@ -163,7 +164,7 @@ def validate(args, device, loader, net):
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
-            sums[0] += loss * len(labels)
+            sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
     return sums
@@ -193,7 +194,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
         scheduler.step()
-        sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
+        sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
@@ -264,7 +265,7 @@ def parse_args(argv=None):
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there are not enough GPUs; start one process per GPU, or use --device cpu")
+        parser.error("there are not enough GPUs: each process needs one of its own, or --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

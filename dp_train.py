@@ -2,9 +2,9 @@
 
     python dp_train.py        # uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs,
-gives each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. DDP is
-faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark what differs from a program for one GPU.
+The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
+each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. BatchNorm sees
+one part at a time, and keeps the statistics of GPU 0's. DDP is faster: prefer ddp_launch_train.py.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seed. To draw it from PyTorch's own generator would change the random numbers after a resume.
+        # Seeds them, without taking a random number from PyTorch's generator: a resumed run would take it again.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -48,9 +48,10 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network in nn.DataParallel, here without its threads: see below. `model` trains the weights
-    # of `net` on all GPUs; BatchNorm's statistics are those of GPU 0's parts. `net` validates on GPU 0 alone.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net
+    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs; `net` validates on GPU 0 alone.
+    model = nn.DataParallel(net) if gpus > 1 else net
+    if gpus > 1:  # [DP 2/4] do not call the copies in threads: there, autocast falls back from bf16 to float16
+        model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -68,7 +69,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 2/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
+        # [DP 3/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
         if args.checkpoint:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -80,15 +81,13 @@ def main(args):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
-class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 3/4] nn.DataParallel calls each copy of the network in a thread; there, autocast falls back from bf16 to
-    # float16. So call them in a loop. A call does not wait for its GPU, so that all GPUs work at the same time.
-    def parallel_apply(self, replicas, inputs, kwargs):
-        outputs = []
-        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*arguments, **keywords))
-        return outputs
+def call_in_a_loop(replicas, inputs, kwargs):
+    """Call each copy with its part of the batch. A call does not wait for its GPU: all work at the same time."""
+    outputs = []
+    for replica, arguments, keywords in zip(replicas, inputs, kwargs):
+        with torch.cuda.device(arguments[0].device):
+            outputs.append(replica(*arguments, **keywords))
+    return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -127,7 +126,7 @@ def validate(args, device, loader, net):
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             loss, outputs = compute_loss(args, net, images, labels, augment=False)
-            sums[0] += loss * len(labels)
+            sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
     return sums
@@ -157,7 +156,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
         scheduler.step()
-        sums[0] += loss.detach() * len(labels)  # .item() would wait for the GPU in every step
+        sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss {loss.item():.5g}", flush=True)

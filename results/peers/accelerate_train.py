@@ -13,7 +13,8 @@ from peer import Speed, arguments, network_and_optimizer, training_set
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-if __name__ == "__main__":
+
+def main():
     args = arguments(__doc__)
     torch.backends.cudnn.benchmark = True
     accelerator = Accelerator(
@@ -44,3 +45,7 @@ if __name__ == "__main__":
             speed.step(step)
         speed.end(epoch, accelerator.is_main_process)
     accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()  # a loader in a global variable would hold up the end: 5 s for each data-loading process

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-if __name__ == "__main__":
+
+def main():
     args = arguments(__doc__)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -52,3 +53,7 @@ if __name__ == "__main__":
             speed.step(step)
         speed.end(epoch, dist.get_rank() == 0)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()  # a loader in a global variable would hold up the end: 5 s for each data-loading process
