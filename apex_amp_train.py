@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import common
 
 try:
-    import apex.amp  # and with it apex.parallel
+    import apex.amp
+    from apex.parallel import DistributedDataParallel as ApexDDP
 except Exception:  # not installed, without amp (after 25.04), or another package of that name
     apex = None
 
@@ -55,34 +56,34 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: --timeout counts from here.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Not earlier: --timeout counts, also for a download.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats some
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Seeds them, without taking a random number from PyTorch's generator: a resumed run would take it again.
+        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    # [AMP 1/6] Create a GradScaler, and make network and optimizer ready for --opt-level (or for Apex).
-    net, optimizer, scheduler, scaler = initialize(args, net, args.epochs * len(train_loader))
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] save its scale
+    net, optimizer, scheduler = initialize(args, net, args.epochs * len(train_loader))
+    # [AMP 1/6] In float16, small gradients would become zero. A GradScaler multiplies the loss by a scale.
+    scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # in O0 and O3, it does nothing
+    if args.backend == "apex":
+        scaler = ApexScaler(optimizer)
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] in this order
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
-    if args.backend == "apex":
-        model = apex.parallel.DistributedDataParallel(net)
-    else:
-        model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
+    model = DDP(net, gradient_as_bucket_view=True) if args.backend == "torch" else ApexDDP(net)
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -95,7 +96,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
 
-        # [DDP 7/8] In its last step, each process has changed its own BatchNorm statistics: take those of rank 0.
+        # [DDP 7/8] The last forward pass has changed BatchNorm's statistics in each process: take those of rank 0.
         # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
@@ -122,7 +123,7 @@ def main(args):
 
 
 def initialize(args, net, total_steps):
-    """Return the network, the optimizer, its schedule, and the GradScaler, for --backend and --opt-level."""
+    """Return the network, the optimizer and its schedule, as --backend and --opt-level need them."""
     if args.backend == "apex":
         return initialize_apex(args, net, total_steps)
     if args.sync_bn:
@@ -131,13 +132,12 @@ def initialize(args, net, total_steps):
         net.half()
         net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # makes the images float16, too
     optimizer, scheduler = build_optimizer(args, net, total_steps)
-    scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # in O0 and O3, it does nothing
     # If the first step is skipped, fused SGD never initialises its momentum (a PyTorch fault): start with zeros.
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return net, optimizer, scheduler, scaler
+    return net, optimizer, scheduler
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -202,10 +202,11 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        scaler.scale(loss).backward()  # [AMP 4/6] in float16, small gradients would become zero: scale the loss
+        scaler.scale(loss).backward()  # [AMP 4/6] scales the loss; meanwhile, DDP averages the gradients
         if args.clip_grad:
             scaler.unscale_(optimizer)  # [AMP 5/6] divides the gradients by the scale; only then clip them
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]  # O2: copies
+            # Clip what the optimizer updates: in O2, these are not the weights of `net`, but float32 copies.
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] If gradients are infinite or NaN (an overflow), skip this step, and halve the scale. All
         # processes skip the same steps, since DDP has averaged the gradients. A few skipped steps are normal.
@@ -237,7 +238,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
@@ -247,7 +248,7 @@ def load_checkpoint(args, stateful):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()  # else one trains more epochs, and waits for the others
+    found = [None] * dist.get_world_size()  # all must go on from the same epoch, or they would wait for each other
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
@@ -261,9 +262,9 @@ def initialize_apex(args, net, total_steps):
     if args.sync_bn:
         net = apex.parallel.convert_syncbn_model(net)
     optimizer, scheduler = build_optimizer(args, net, total_steps)
-    # In O1, this patches PyTorch's functions; in O2 and O3, it makes the network float16.
+    # In O1, this patches PyTorch's functions; in O2 (but for BatchNorm) and O3, it makes the network float16.
     net, optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
-    return net, optimizer, scheduler, ApexScaler(optimizer)
+    return net, optimizer, scheduler
 
 
 class ApexScaler:

@@ -6,7 +6,7 @@ Each process has a copy of the network and its own share of every batch. DDP kee
 - the weights of rank 0 to all processes, once, when it wraps the network,
 - BatchNorm's statistics of rank 0 to all processes, in each forward pass,
 - the average of all processes' gradients to all of them, in each backward pass.
-All processes must take part each time: else, they wait until --timeout. [DDP 1/8] to [DDP 8/8] mark the steps.
+All processes must take part: if one does not, the others wait until --timeout, and the run ends.
 """
 
 import argparse
@@ -49,18 +49,18 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Downloads come before: --timeout counts from here.
+    # [DDP 3/8] Connect the processes, through NCCL or gloo. Not earlier: --timeout counts, also for a download.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats some
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Seeds them, without taking a random number from PyTorch's generator: a resumed run would take it again.
+        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
@@ -87,7 +87,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] In its last step, each process has changed its own BatchNorm statistics: take those of rank 0.
+        # [DDP 7/8] The last forward pass has changed BatchNorm's statistics in each process: take those of rank 0.
         # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
@@ -204,7 +204,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
@@ -214,7 +214,7 @@ def load_checkpoint(args, stateful):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-    found = [None] * dist.get_world_size()  # else one trains more epochs, and waits for the others
+    found = [None] * dist.get_world_size()  # all must go on from the same epoch, or they would wait for each other
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")

@@ -3,8 +3,8 @@
     python dp_train.py        # uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
-each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. BatchNorm sees
-one part at a time, and keeps the statistics of GPU 0's. DDP is faster: prefer ddp_launch_train.py.
+each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. BatchNorm
+normalises each part by itself. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark the steps.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Seeds them, without taking a random number from PyTorch's generator: a resumed run would take it again.
+        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -50,7 +50,7 @@ def main(args):
 
     # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs; `net` validates on GPU 0 alone.
     model = nn.DataParallel(net) if gpus > 1 else net
-    if gpus > 1:  # [DP 2/4] do not call the copies in threads: there, autocast falls back from bf16 to float16
+    if gpus > 1:  # [DP 2/4] DataParallel calls the copies in threads, which lose autocast's bf16. Replace that.
         model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -151,7 +151,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up the gradients of all copies: the loss is the mean of the whole batch
+        loss.backward()  # [DP 4/4] adds up the copies' gradients: `loss` is already the mean over the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -181,7 +181,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
