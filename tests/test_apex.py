@@ -27,7 +27,7 @@ def parse(tmp_path, monkeypatch, capsys):
             monkeypatch.setenv(name, "1")
         for name in PACKAGES[package]:
             (tmp_path / "apex").mkdir(exist_ok=True)
-            (tmp_path / "apex" / f"{name}.py").touch()
+            (tmp_path / "apex" / f"{name}.py").write_text("DistributedDataParallel = None")
         monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not Path(p, "apex").exists())])
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         with mock.patch.dict(sys.modules), contextlib.suppress(SystemExit):
