@@ -2,12 +2,14 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
-Mixed precision computes convolutions and matrix products in float16, which is faster; weights stay float32. In
-float16, small gradients become zero: so the loss is multiplied by a scale, and the gradients are divided by it.
-Apex calls this O1; O0 is float32, O2 (Apex only) float16 weights with float32 copies, O3 all float16.
-
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. That script also
-explains DDP, [DDP 1/8] to [DDP 8/8]; here, [AMP 1/6] to [AMP 6/6] mark the steps of mixed precision.
+Mixed precision computes convolutions and matrix products in float16, which is faster. --opt-level says how much:
+- O0: nothing; all is float32.
+- O1: what is safe in float16; weights stay float32. In float16, small gradients would become zero: so the loss is
+  multiplied by a scale, and the gradients are divided by it.
+- O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
+- O3: everything; by PyTorch, without a scale. Only for comparison.
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read that script first:
+it explains DDP. Its steps are [DDP 1/8] to [DDP 8/8] here, too; [AMP 1/6] to [AMP 6/6] are those of mixed precision.
 """
 
 import argparse
@@ -56,18 +58,18 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Not earlier: --timeout counts, also for a download.
+    # [DDP 3/8] Connect the processes (NCCL or gloo). Data comes first: a long download would exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats images
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
+        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
@@ -76,10 +78,10 @@ def main(args):
 
     net, optimizer, scheduler = initialize(args, net, args.epochs * len(train_loader))
     # [AMP 1/6] In float16, small gradients would become zero. A GradScaler multiplies the loss by a scale.
-    scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # in O0 and O3, it does nothing
+    scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # only for O1
     if args.backend == "apex":
         scaler = ApexScaler(optimizer)
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] in this order
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] save its scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.

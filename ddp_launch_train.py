@@ -49,18 +49,18 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Not earlier: --timeout counts, also for a download.
+    # [DDP 3/8] Connect the processes (NCCL or gloo). Data comes first: a long download would exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats images
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
+        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )

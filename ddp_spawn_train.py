@@ -31,8 +31,8 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # number of processes
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # optional: listen on this machine only
+    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # all GPUs in CUDA_VISIBLE_DEVICES
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # unreachable from the network
     with tempfile.TemporaryDirectory() as folder:  # main() connects through a file in it, and leaves metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
@@ -61,22 +61,22 @@ def main(rank, world_size, folder, args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes, through NCCL or gloo. Not earlier: --timeout counts, also for a download.
+    # [DDP 3/8] Connect the processes (NCCL or gloo). Data comes first: a long download would exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # meet in a file: no port
+    who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # they meet in this file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
     # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats images
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
+        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # the default would be spawn: slow
+        multiprocessing_context="fork" if args.workers else None,  # else they are spawned, too: slow
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)

@@ -32,12 +32,12 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # as shuffle=True, but by the seed that each epoch sets
+    sampler = RandomSampler(train_set)  # not shuffle=True: that would shuffle by the `generator` below
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds come from here: starting them, also after a resume, must not shift the global generator.
+        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -48,9 +48,9 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs; `net` validates on GPU 0 alone.
+    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs. To validate, `net` on GPU 0 is enough.
     model = nn.DataParallel(net) if gpus > 1 else net
-    if gpus > 1:  # [DP 2/4] DataParallel calls the copies in threads, which lose autocast's bf16. Replace that.
+    if gpus > 1:  # [DP 2/4] It calls the copies in threads, whose autocast uses float16, not bf16. Use a loop.
         model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -151,7 +151,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up the copies' gradients: `loss` is already the mean over the whole batch
+        loss.backward()  # [DP 4/4] adds up the copies' gradients. No average: `loss` is that of the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
