@@ -48,7 +48,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs. To validate, `net` on GPU 0 is enough.
+    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs; for validation, GPU 0 is enough.
     model = nn.DataParallel(net) if gpus > 1 else net
     if gpus > 1:  # [DP 2/4] It calls the copies in threads, whose autocast uses float16, not bf16. Use a loop.
         model.parallel_apply = call_in_a_loop
