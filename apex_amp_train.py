@@ -8,7 +8,7 @@ Mixed precision computes convolutions and matrix products in float16, which is f
   multiplied by a scale, and the gradients are divided by it.
 - O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
 - O3: everything; by PyTorch, without a scale. Only for comparison.
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first, anyway:
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first anyway:
 its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/6] to [AMP 6/6] are the steps of mixed precision.
 """
 
