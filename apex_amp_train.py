@@ -3,16 +3,16 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. --opt-level says how much:
-- O0: nothing; all is float32.
-- O1: what is safe in float16; weights stay float32. In float16, small gradients would become zero: so the loss is
-  multiplied by a scale, and the gradients are divided by it.
+- O1: what is safe; weights stay float32. In float16, small gradients would become zero: so the loss is multiplied
+  by a scale, and the gradients are divided by it. If they are infinite (an overflow), the step is skipped.
 - O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
-- O3: everything; by PyTorch, without a scale. Only for comparison.
+- O0: nothing, O3: everything (by PyTorch, without a scale). Both are only for comparison.
 If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first anyway:
-its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/6] to [AMP 6/6] are the steps of mixed precision.
+its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/7] to [AMP 7/7] are the steps of mixed precision.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import common
 
 try:
-    import apex.amp
-    from apex.parallel import DistributedDataParallel as ApexDDP
+    import apex.amp  # and with it apex.parallel
 except Exception:  # not installed, without amp (after 25.04), or another package of that name
     apex = None
 
@@ -76,16 +75,16 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    net, optimizer, scheduler = initialize(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] In float16, small gradients would become zero. A GradScaler multiplies the loss by a scale.
-    scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # only for O1
-    if args.backend == "apex":
-        scaler = ApexScaler(optimizer)
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # [AMP 2/6] save its scale
+    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/7] see TorchAmp, below main()
+    if args.sync_bn:
+        net = mixed.convert_sync_batchnorm(net)
+    optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP: Apex may make weights float16
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
-    model = DDP(net, gradient_as_bucket_view=True) if args.backend == "torch" else ApexDDP(net)
+    model = mixed.wrap(net)  # DDP(net), PyTorch's or Apex's
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -96,13 +95,13 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
+        train_sums, speed = train_epoch(args, device, mixed, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] The last forward pass has changed BatchNorm's statistics in each process: take those of rank 0.
-        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)
+        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
+        val_sums = validate(args, device, mixed, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -124,22 +123,88 @@ def main(args):
     dist.destroy_process_group()
 
 
-def initialize(args, net, total_steps):
-    """Return the network, the optimizer and its schedule, as --backend and --opt-level need them."""
-    if args.backend == "apex":
-        return initialize_apex(args, net, total_steps)
-    if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
-    if args.opt_level == "O3":
-        net.half()
-        net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # makes the images float16, too
-    optimizer, scheduler = build_optimizer(args, net, total_steps)
-    # If the first step is skipped, fused SGD never initialises its momentum (a PyTorch fault): start with zeros.
-    if isinstance(optimizer, torch.optim.SGD):
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return net, optimizer, scheduler
+class TorchAmp:
+    """By PyTorch. To use O1 in a program of your own, copy this class without the lines of O3."""
+
+    def __init__(self, args):
+        self.args = args
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # does nothing in O0, O3
+
+    def convert_sync_batchnorm(self, net):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+
+    def initialize(self, net, optimizer):  # [AMP 2/7]
+        self.net, self.optimizer = net, optimizer
+        if self.args.opt_level == "O3":
+            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves its momentum unset if step 1 is skipped
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return net, optimizer
+
+    def wrap(self, net):
+        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
+
+    def state_dict(self):  # [AMP 3/7]
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self.scaler.load_state_dict(state)
+
+    def autocast(self):  # [AMP 4/7]
+        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
+
+    def backward(self, loss):  # [AMP 5/7]
+        self.scaler.scale(loss).backward()
+
+    def clip(self, norm):  # [AMP 6/7]
+        self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
+        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
+
+    def step(self):  # [AMP 7/7]: after an overflow, all processes skip the step, as DDP averages gradients
+        self.scaler.step(self.optimizer)  # divides the gradients by the scale, unless clip() has done it
+        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
+
+
+class ApexAmp:
+    """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def convert_sync_batchnorm(self, net):
+        return apex.parallel.convert_syncbn_model(net)
+
+    def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
+        self.optimizer = optimizer
+        return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
+
+    def wrap(self, net):
+        return apex.parallel.DistributedDataParallel(net)
+
+    def state_dict(self):  # [AMP 3/7]: also the weights that the optimizer updates, in O2 float32 copies
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):
+        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
+
+    def autocast(self):  # [AMP 4/7]
+        return contextlib.nullcontext()  # nothing is left to do after initialize()
+
+    def backward(self, loss):  # [AMP 5/7]
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
+            scaled_loss.backward()
+
+    def clip(self, norm):  # [AMP 6/7]
+        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
+
+    def step(self):  # [AMP 7/7]
+        self.optimizer.step()  # after an overflow, Apex lets it do nothing
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -162,23 +227,22 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, model, images, labels, augment):
+def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 3/6] Compute convolutions and matrix products in float16. Keep this when you replace the function.
-    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
+    with mixed.autocast():  # [AMP 4/7] torch.autocast("cuda", torch.float16); keep it when you replace this
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, device, loader, net):
+def validate(args, device, mixed, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, mixed, net, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -195,7 +259,7 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler):
+def train_epoch(args, device, mixed, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -203,17 +267,11 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
-        scaler.scale(loss).backward()  # [AMP 4/6] scales the loss; meanwhile, DDP averages the gradients
+        loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
+        mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(); meanwhile, DDP averages the gradients
         if args.clip_grad:
-            scaler.unscale_(optimizer)  # [AMP 5/6] divides the gradients by the scale; only then clip them
-            # Clip what the optimizer updates: in O2, these are not the weights of `net`, but float32 copies.
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            nn.utils.clip_grad_norm_(weights, args.clip_grad)
-        # [AMP 6/6] If gradients are infinite or NaN (an overflow), skip this step, and halve the scale. All
-        # processes skip the same steps, since DDP has averaged the gradients. A few skipped steps are normal.
-        scaler.step(optimizer)  # also divides the gradients by the scale, unless unscale_() did
-        scaler.update()  # after 2,000 steps without an overflow, doubles the scale
+            mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer), then clip_grad_norm_()
+        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update()
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
@@ -255,52 +313,6 @@ def load_checkpoint(args, stateful):
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
     return epochs_done, metrics
-
-
-# ------------------------------------------------------------ NVIDIA Apex (its amp is gone after tag 25.04)
-
-
-def initialize_apex(args, net, total_steps):
-    if args.sync_bn:
-        net = apex.parallel.convert_syncbn_model(net)
-    optimizer, scheduler = build_optimizer(args, net, total_steps)
-    # In O1, this patches PyTorch's functions; in O2 (but for BatchNorm) and O3, it makes the network float16.
-    net, optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
-    return net, optimizer, scheduler
-
-
-class ApexScaler:
-    """The methods of torch.amp.GradScaler, by NVIDIA Apex."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    def scale(self, loss):
-        self.loss = loss
-        return self  # so that scaler.scale(loss).backward() calls this:
-
-    def backward(self):
-        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
-            scaled_loss.backward()
-
-    def unscale_(self, optimizer):
-        pass  # backward() has done it
-
-    def step(self, optimizer):
-        optimizer.step()  # after an overflow, Apex lets it do nothing
-
-    def update(self):
-        pass  # backward() has done it
-
-    def state_dict(self):  # also the weights that the optimizer updates: in O2, these are float32 copies
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
 
 
 def parse_args(argv=None):

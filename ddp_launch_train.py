@@ -88,9 +88,9 @@ def main(args):
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] The last forward pass has changed BatchNorm's statistics in each process: take those of rank 0.
-        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
+        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)

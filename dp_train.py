@@ -4,7 +4,8 @@
 
 The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
 each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. BatchNorm
-normalises each part by itself. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark the steps.
+normalises each part by itself, and keeps the running statistics of GPU 0's parts. DDP is faster: prefer
+ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark the steps.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def main(args):
 
 
 def call_in_a_loop(replicas, inputs, kwargs):
-    """Call each copy with its part of the batch. A call does not wait for its GPU: all work at the same time."""
+    """Call each copy with its part of the batch. CUDA calls only queue work, so all GPUs work at the same time."""
     outputs = []
     for replica, arguments, keywords in zip(replicas, inputs, kwargs):
         with torch.cuda.device(arguments[0].device):
