@@ -57,7 +57,7 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (NCCL or gloo). Data comes first: a long download would exceed --timeout.
+    # [DDP 3/8] Connect the processes (NCCL or gloo). Only now: a download above may take longer than --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
@@ -68,14 +68,14 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
+        # Their seeds. Otherwise, starting them advances the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/7] see TorchAmp, below main()
+    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/7] a loss scaler: see TorchAmp
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
@@ -83,7 +83,7 @@ def main(args):
     stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
     model = mixed.wrap(net)  # DDP(net), PyTorch's or Apex's
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -97,7 +97,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last forward pass has changed BatchNorm's statistics in each process: take those of rank 0.
+        # [DDP 7/8] DDP sends BatchNorm's statistics before a forward pass. The last one changed them: send again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.

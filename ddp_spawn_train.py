@@ -4,7 +4,7 @@
 
 Each process has a copy of the network and its own share of every batch. DDP keeps the copies equal. It sends
 - the weights of rank 0 to all processes, once, when it wraps the network,
-- BatchNorm's statistics of rank 0 to all processes, in each forward pass,
+- BatchNorm's statistics of rank 0 to all processes, before each forward pass,
 - the average of all processes' gradients to all of them, in each backward pass.
 All processes must take part: if one does not, the others wait until --timeout, and the run ends.
 """
@@ -61,7 +61,7 @@ def main(rank, world_size, folder, args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (NCCL or gloo). Data comes first: a long download would exceed --timeout.
+    # [DDP 3/8] Connect the processes (NCCL or gloo). Only now: a download above may take longer than --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # they meet in this file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
@@ -73,7 +73,7 @@ def main(rank, world_size, folder, args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
+        # Their seeds. Otherwise, starting them advances the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # else they are spawned, too: slow
@@ -87,7 +87,7 @@ def main(rank, world_size, folder, args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. Training `model` trains `net`.
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
     model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -101,7 +101,7 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last forward pass has changed BatchNorm's statistics in each process: take those of rank 0.
+        # [DDP 7/8] DDP sends BatchNorm's statistics before a forward pass. The last one changed them: send again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.

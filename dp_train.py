@@ -3,9 +3,8 @@
     python dp_train.py        # uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
-each a part of the batch, and gathers the outputs on GPU 0, where backward() adds up the gradients. BatchNorm
-normalises each part by itself, and keeps the running statistics of GPU 0's parts. DDP is faster: prefer
-ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark the steps.
+each a part of the batch (BatchNorm normalises it by itself), and gathers the outputs on GPU 0. backward() adds up
+the gradients there. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark the steps.
 """
 
 import argparse
@@ -38,7 +37,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # Their seeds. Otherwise, starting them draws from the global generator, and a resumed run differs.
+        # Their seeds. Otherwise, starting them advances the global generator, and a resumed run differs.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -49,9 +48,10 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs; for validation, GPU 0 is enough.
+    # [DP 1/4] `model` trains the weights of `net` on all GPUs. `net` validates on GPU 0: a batch must fit there.
     model = nn.DataParallel(net) if gpus > 1 else net
-    if gpus > 1:  # [DP 2/4] It calls the copies in threads, whose autocast uses float16, not bf16. Use a loop.
+    if gpus > 1:
+        # [DP 2/4] DataParallel calls each copy in a new thread, where autocast uses float16. Use this thread instead.
         model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
@@ -152,7 +152,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up the copies' gradients. No average: `loss` is that of the whole batch
+        loss.backward()  # [DP 4/4] adds up the copies' gradients: `loss` is already the mean of the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
