@@ -51,7 +51,7 @@ def main(args):
     # [DP 1/4] `model` trains the weights of `net` on all GPUs. `net` validates on GPU 0: a batch must fit there.
     model = nn.DataParallel(net) if gpus > 1 else net
     if gpus > 1:
-        # [DP 2/4] DataParallel calls each copy in a new thread, where autocast uses float16. Use this thread instead.
+        # [DP 2/4] DataParallel calls each copy in a new thread, where autocast uses float16. Use this thread.
         model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
