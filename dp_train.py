@@ -1,10 +1,10 @@
-"""Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel: one process for all GPUs.
+"""Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel. DDP is faster: prefer ddp_launch_train.py.
 
-    python dp_train.py        # uses all GPUs, or those in CUDA_VISIBLE_DEVICES
+    python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
-each a part of the batch (BatchNorm normalises it by itself), and gathers the outputs on GPU 0. backward() adds up
-the gradients there. DDP is faster: prefer ddp_launch_train.py. [DP 1/4] to [DP 4/4] mark the steps.
+each a part of the batch, and gathers the outputs on GPU 0. backward() adds up the gradients there. BatchNorm
+normalises each part by itself, and only GPU 0's running statistics are kept. [DP 1/4] to [DP 4/4] mark the steps.
 """
 
 import argparse
@@ -50,9 +50,9 @@ def main(args):
 
     # [DP 1/4] `model` trains the weights of `net` on all GPUs. `net` validates on GPU 0: a batch must fit there.
     model = nn.DataParallel(net) if gpus > 1 else net
-    if gpus > 1:
-        # [DP 2/4] DataParallel calls each copy in a new thread, where autocast uses float16. Use this thread.
-        model.parallel_apply = call_in_a_loop
+    # [DP 2/4] DataParallel's parallel_apply() runs each copy in a new thread. There, autocast does not know that it
+    # shall use bfloat16, and uses float16. So replace it by a loop in this thread. With one GPU, nothing calls it.
+    model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -214,7 +214,7 @@ def parse_args(argv=None):
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="written every epoch; a run resumes from it")
+    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(argv)
     for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
