@@ -50,8 +50,8 @@ def main(args):
 
     # [DP 1/4] `model` trains the weights of `net` on all GPUs. `net` validates on GPU 0: a batch must fit there.
     model = nn.DataParallel(net) if gpus > 1 else net
-    # [DP 2/4] DataParallel's parallel_apply() runs each copy in a new thread. There, autocast does not know that it
-    # shall use bfloat16, and uses float16. So replace it by a loop in this thread. With one GPU, nothing calls it.
+    # [DP 2/4] DataParallel's parallel_apply() runs each copy in a new thread. There, autocast does not know that
+    # it shall use bfloat16, and uses float16. So replace it by a loop in this thread. (One GPU does not need it.)
     model.parallel_apply = call_in_a_loop
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
