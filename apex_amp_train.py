@@ -6,13 +6,12 @@ Mixed precision computes convolutions and matrix products in float16, which is f
 - O1: what is safe; weights stay float32. In float16, small gradients would become zero: so the loss is multiplied
   by a scale, and the gradients are divided by it. If they are infinite (an overflow), the step is skipped.
 - O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
-- O0: nothing, O3: everything (by PyTorch, without a scale). Both are only for comparison.
+- O0: nothing, O3: everything (without a scale). Both are only for comparison.
 If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first anyway:
 its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/7] to [AMP 7/7] are the steps of mixed precision.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
@@ -97,7 +96,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, mixed, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP sends BatchNorm's statistics before a forward pass. The last one changed them: send again.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
@@ -118,7 +117,7 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
@@ -178,6 +177,7 @@ class ApexAmp:
 
     def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
+        net = net.to(memory_format=torch.contiguous_format)  # with amp_C, Apex's DDP mixes up other gradients
         return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
 
     def wrap(self, net):
@@ -194,7 +194,7 @@ class ApexAmp:
         apex.amp.load_state_dict(state["scale"])
 
     def autocast(self):  # [AMP 4/7]
-        return contextlib.nullcontext()  # nothing is left to do after initialize()
+        return torch.autocast("cuda", enabled=False)  # initialize() has done it
 
     def backward(self, loss):  # [AMP 5/7]
         with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
@@ -349,7 +349,7 @@ def parse_args(argv=None):
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("there are not enough GPUs: each process needs one of its own, or --device cpu")
+        parser.error("not enough GPUs, or none: each process needs one; or use --device cpu")
     if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile")
     if args.backend == "torch" and args.opt_level == "O2":

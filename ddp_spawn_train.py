@@ -101,7 +101,7 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP sends BatchNorm's statistics before a forward pass. The last one changed them: send again.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
@@ -122,7 +122,7 @@ def main(rank, world_size, folder, args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     torch.save(metrics, f"{folder}/metrics{rank}")  # launch() returns those of rank 0
     dist.destroy_process_group()
@@ -265,7 +265,7 @@ def parse_args(argv=None):
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there are not enough GPUs: each process needs one of its own, or --device cpu")
+        parser.error("not enough GPUs, or none: each process needs one; or use --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

@@ -77,7 +77,7 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args), **metrics, **run)))
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
@@ -85,8 +85,8 @@ def main(args):
 def call_in_a_loop(replicas, inputs, kwargs):
     """Call each copy with its part of the batch. CUDA calls only queue work, so all GPUs work at the same time."""
     outputs = []
-    for replica, arguments, keywords in zip(replicas, inputs, kwargs):
-        with torch.cuda.device(arguments[0].device):
+    for gpu, (replica, arguments, keywords) in enumerate(zip(replicas, inputs, kwargs)):
+        with torch.cuda.device(gpu):
             outputs.append(replica(*arguments, **keywords))
     return outputs
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import METRICS, SCRIPTS, SMALL, command, edited, process_ids, result, run, wait_until_gone
 
+if torch.cuda.device_count() > 2:
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"  # two are enough, and the batches of 12 images are for them
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 APEX = bool(importlib.util.find_spec("apex.amp")) if importlib.util.find_spec("apex") else False
 needs_apex = pytest.mark.skipif(not APEX, reason="needs NVIDIA Apex, tag 25.04")
