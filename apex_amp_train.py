@@ -67,14 +67,14 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # This draws their seeds. If the global generator did, a resumed run would draw other random numbers.
+        # By default, the global generator seeds them, in the first epoch of a run. A resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/7] a loss scaler: see TorchAmp
+    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/7] see TorchAmp, below main()
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
@@ -177,7 +177,7 @@ class ApexAmp:
 
     def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
-        net = net.to(memory_format=torch.contiguous_format)  # with amp_C, Apex's DDP mixes up other gradients
+        net = net.to(memory_format=torch.contiguous_format)  # else Apex's CUDA kernels scramble gradients
         return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
 
     def wrap(self, net):
@@ -194,7 +194,7 @@ class ApexAmp:
         apex.amp.load_state_dict(state["scale"])
 
     def autocast(self):  # [AMP 4/7]
-        return torch.autocast("cuda", enabled=False)  # initialize() has done it
+        return torch.autocast("cuda", enabled=False)  # initialize() has patched the functions
 
     def backward(self, loss):  # [AMP 5/7]
         with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients

@@ -73,7 +73,7 @@ def main(rank, world_size, folder, args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # This draws their seeds. If the global generator did, a resumed run would draw other random numbers.
+        # By default, the global generator seeds them, in the first epoch of a run. A resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # else they are spawned, too: slow
