@@ -3,8 +3,8 @@
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
-each a part of the batch, and gathers the outputs on GPU 0. backward() adds up the gradients there. BatchNorm
-normalises each part by itself, and only GPU 0's running statistics are kept. A small class below makes it faster.
+each a part of the batch, and gathers the outputs on GPU 0. backward() adds up the gradients there. BatchNorm keeps
+GPU 0's running statistics. For bfloat16, take the class below: nn.DataParallel itself would compute in float16.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs. `net` validates, on GPU 0 alone.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel(net), but faster: see below
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, with bfloat16
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -80,8 +80,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 3/4] nn.DataParallel calls the copies in threads: there, autocast uses float16, not bfloat16. A loop is
-    # also 1.6 times as fast (two GPUs, float32). All GPUs work at once, as no call waits for its GPU.
+    # [DP 3/4] nn.DataParallel calls the copies in threads, which do not know that autocast shall use bfloat16. This
+    # loop replaces them. It is also faster, and does not wait for a GPU before it calls the next copy.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
