@@ -80,8 +80,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 3/4] nn.DataParallel calls the copies in threads, which do not know that autocast shall use bfloat16. This
-    # loop replaces them. It is also faster, and does not wait for a GPU before it calls the next copy.
+    # [DP 3/4] nn.DataParallel calls the copies in threads, which do not know that autocast shall use bfloat16.
+    # This loop replaces them. It is also faster, and does not wait for a GPU before it calls the next copy.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
