@@ -67,7 +67,7 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # By default, the global generator seeds them, in the first epoch of a run. A resumed run would differ.
+        # By default, the global generator seeds these processes when they start: a resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
@@ -177,7 +177,7 @@ class ApexAmp:
 
     def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
-        net = net.to(memory_format=torch.contiguous_format)  # else Apex's CUDA kernels scramble gradients
+        net = net.to(memory_format=torch.contiguous_format)  # Apex's CUDA kernels scramble channels_last gradients
         return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
 
     def wrap(self, net):

@@ -60,7 +60,7 @@ def main(args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # By default, the global generator seeds them, in the first epoch of a run. A resumed run would differ.
+        # By default, the global generator seeds these processes when they start: a resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )

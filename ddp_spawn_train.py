@@ -73,10 +73,10 @@ def main(rank, world_size, folder, args):
         batch_size=args.batch_size // world_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # By default, the global generator seeds them, in the first epoch of a run. A resumed run would differ.
+        # By default, the global generator seeds these processes when they start: a resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # else they are spawned, too: slow
+        multiprocessing_context="fork" if args.workers else None,  # spawned ones would start slowly
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
