@@ -8,7 +8,7 @@ Mixed precision computes convolutions and matrix products in float16, which is f
 - O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
 - O0: nothing, O3: everything (without a scale). Both are only for comparison.
 If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first anyway:
-its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/7] to [AMP 7/7] are the steps of mixed precision.
+its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/5] to [AMP 5/5] are the steps of mixed precision.
 """
 
 import argparse
@@ -74,12 +74,12 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/7] see TorchAmp, below main()
+    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/5] see TorchAmp, below main()
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/7] before DDP: Apex may make weights float16
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/7] the scale, too
+    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/5] before DDP: Apex may make weights float16
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/5] the scale, too
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -99,8 +99,7 @@ def main(args):
         # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
-        val_sums = validate(args, device, mixed, val_loader, net)
+        val_sums = validate(args, device, mixed, val_loader, net)  # `model` would hang if shares are unequal
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -132,7 +131,7 @@ class TorchAmp:
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
-    def initialize(self, net, optimizer):  # [AMP 2/7]
+    def initialize(self, net, optimizer):  # [AMP 2/5]
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
@@ -145,24 +144,21 @@ class TorchAmp:
     def wrap(self, net):
         return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
 
-    def state_dict(self):  # [AMP 3/7]
+    def state_dict(self):  # [AMP 3/5]
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
         self.scaler.load_state_dict(state)
 
-    def autocast(self):  # [AMP 4/7]
+    def autocast(self):  # [AMP 4/5]
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
-    def backward(self, loss):  # [AMP 5/7]
+    def backward_and_step(self, loss):  # [AMP 5/5]
         self.scaler.scale(loss).backward()
-
-    def clip(self, norm):  # [AMP 6/7]
-        self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
-        nn.utils.clip_grad_norm_(self.net.parameters(), norm)
-
-    def step(self):  # [AMP 7/7]: after an overflow, all processes skip the step, as DDP averages gradients
-        self.scaler.step(self.optimizer)  # divides the gradients by the scale, unless clip() has done it
+        if self.args.clip_grad:
+            self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
+        self.scaler.step(self.optimizer)  # divides the gradients by the scale, unless unscale_() has done it
         self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
 
 
@@ -175,7 +171,7 @@ class ApexAmp:
     def convert_sync_batchnorm(self, net):
         return apex.parallel.convert_syncbn_model(net)
 
-    def initialize(self, net, optimizer):  # [AMP 2/7]: O1 patches PyTorch's functions, O2 and O3 change net
+    def initialize(self, net, optimizer):  # [AMP 2/5]: O1 patches PyTorch's functions, O2 and O3 change net
         self.optimizer = optimizer
         net = net.to(memory_format=torch.contiguous_format)  # Apex's CUDA kernels scramble channels_last gradients
         return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
@@ -183,7 +179,7 @@ class ApexAmp:
     def wrap(self, net):
         return apex.parallel.DistributedDataParallel(net)
 
-    def state_dict(self):  # [AMP 3/7]: also the weights that the optimizer updates, in O2 float32 copies
+    def state_dict(self):  # [AMP 3/5]: also the weights that the optimizer updates, in O2 float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -193,17 +189,14 @@ class ApexAmp:
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
 
-    def autocast(self):  # [AMP 4/7]
+    def autocast(self):  # [AMP 4/5]
         return torch.autocast("cuda", enabled=False)  # initialize() has patched the functions
 
-    def backward(self, loss):  # [AMP 5/7]
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:  # on leaving, divides the gradients
-            scaled_loss.backward()
-
-    def clip(self, norm):  # [AMP 6/7]
-        nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), norm)
-
-    def step(self):  # [AMP 7/7]
+    def backward_and_step(self, loss):  # [AMP 5/5]
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
+        if self.args.clip_grad:
+            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
         self.optimizer.step()  # after an overflow, Apex lets it do nothing
 
 
@@ -230,7 +223,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with mixed.autocast():  # [AMP 4/7] torch.autocast("cuda", torch.float16); keep it when you replace this
+    with mixed.autocast():  # [AMP 4/5] torch.autocast("cuda", torch.float16); keep it when you replace this
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -268,10 +261,7 @@ def train_epoch(args, device, mixed, epoch, loader, model, optimizer, scheduler)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
-        mixed.backward(loss)  # [AMP 5/7] scaler.scale(loss).backward(); meanwhile, DDP averages the gradients
-        if args.clip_grad:
-            mixed.clip(args.clip_grad)  # [AMP 6/7] scaler.unscale_(optimizer), then clip_grad_norm_()
-        mixed.step()  # [AMP 7/7] scaler.step(optimizer), scaler.update()
+        mixed.backward_and_step(loss)  # [AMP 5/5] with a scaled loss; meanwhile, DDP averages the gradients
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)

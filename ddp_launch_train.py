@@ -90,8 +90,7 @@ def main(args):
         # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: in `model`, DDP would wait for all processes, and one of them may have a batch less.
-        val_sums = validate(args, device, val_loader, net)
+        val_sums = validate(args, device, val_loader, net)  # `model` would hang if shares are unequal
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

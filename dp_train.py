@@ -2,9 +2,9 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). Each step copies the network from GPU 0 to all GPUs, gives
-each a part of the batch, and gathers the outputs on GPU 0. backward() adds up the gradients there. BatchNorm keeps
-GPU 0's running statistics. For bfloat16, take the class below: nn.DataParallel itself would compute in float16.
+The technique is one line: model = nn.DataParallel(net). In each step, the wrapper copies the network from GPU 0 to
+all GPUs, gives each a part of the batch, and gathers the outputs on GPU 0; backward() adds up the gradients there.
+Two traps: BatchNorm keeps the statistics of GPU 0's parts only, and autocast with bfloat16 needs the class below.
 """
 
 import argparse
@@ -48,10 +48,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network. `model` trains the weights of `net` on all GPUs. `net` validates, on GPU 0 alone.
+    # [DP 1/4] Wrap the network: `model` splits each batch over all GPUs. It has no weights but those of `net`.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, with bfloat16
-    if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
     print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -59,7 +57,8 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
-        val_sums = validate(args, device, val_loader, net)
+
+        val_sums = validate(args, device, val_loader, model)
         previous_best = metrics.get("best_accuracy", -math.inf)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -80,8 +79,8 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 3/4] nn.DataParallel calls the copies in threads, which do not know that autocast shall use bfloat16.
-    # This loop replaces them. It is also faster, and does not wait for a GPU before it calls the next copy.
+    # [DP 3/4] nn.DataParallel calls each copy in a thread, where autocast would use float16 instead of bfloat16.
+    # A loop is right, and faster. All GPUs still compute at the same time: a call does not wait for its GPU.
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
@@ -150,9 +149,8 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        # [DP 4/4] `model` copies the network to all GPUs, splits the images, and gathers the outputs on GPU 0.
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # adds up the gradients of all copies: `loss` is already the mean of the whole batch
+        loss.backward()  # [DP 4/4] adds up the gradients of all GPUs; `loss` is the mean of the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -210,7 +208,6 @@ def parse_args(argv=None):
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
-    add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
@@ -227,8 +224,6 @@ def parse_args(argv=None):
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; use --device cpu")
-    if args.compile and args.device == "cuda" and torch.cuda.device_count() > 1:
-        parser.error("--compile does not work with DataParallel; use one GPU or ddp_launch_train.py")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

@@ -92,19 +92,18 @@ main() {
   settings=$("$python" -c 'if True:
     import sys, torch, dp_train, apex_amp_train
     args = dp_train.parse_args(sys.argv[1:])
-    if {"--checkpoint", "--precision", "--compile"} & {word.partition("=")[0] for word in sys.argv}:
-        sys.exit("run_all.sh does not take --checkpoint, --precision and --compile")
+    if {"--checkpoint", "--precision"} & {word.partition("=")[0] for word in sys.argv}:
+        sys.exit("run_all.sh does not take --checkpoint and --precision")
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     apex = apex_amp_train.apex is not None and gpus > 0
     name = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
     print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")
     print(gpus, apex, args.synthetic or args.data_dir)' "$@") || exit 2
   { read -r machine && read -r gpus apex data_dir; } < <(tail -n 2 <<<"$settings")
-  logs=logs/$(date +%Y%m%d-%H%M%S)-$$ failed=0
+  logs=logs/$(date +%Y%m%d-%H%M%S)-$$ failed=0 processes=gpu
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs are in $logs"; exit 130' INT
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
-  local launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
   if ((gpus)); then
     flags=(--batch-size $((512 / gpus * gpus))) # divisible by the processes
     local load='import common, sys; common.load_cifar10(sys.argv[1])'
@@ -114,18 +113,19 @@ main() {
     fi
   else
     flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 144 --batch-size 16 --epochs 3 --lr 0.1)
-    flags+=(--workers 1)
+    flags+=(--workers 1) processes=2
     note="No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
   fi
   say "$note"
-  flags+=("$@")
+  flags+=("$@") first=${first%%,*}
+  local launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$processes")
 
-  CUDA_VISIBLE_DEVICES=${first%%,*} run one_process "$python" dp_train.py "${flags[@]}"
+  CUDA_VISIBLE_DEVICES=$first run one_process "$python" dp_train.py "${flags[@]}"
   run dp "$python" dp_train.py "${flags[@]}"
   run ddp_launch "${launch[@]}" ddp_launch_train.py "${flags[@]}"
   run ddp_spawn "$python" ddp_spawn_train.py "${flags[@]}"
   if ((gpus)); then
-    CUDA_VISIBLE_DEVICES=${first%%,*} run one_process_compile "$python" dp_train.py "${flags[@]}" --compile
+    CUDA_VISIBLE_DEVICES=$first run one_process_compile "${launch[@]}" ddp_launch_train.py "${flags[@]}" --compile
     run ddp_launch_compile "${launch[@]}" ddp_launch_train.py "${flags[@]}" --compile
   fi
   launch+=(apex_amp_train.py --backend)
