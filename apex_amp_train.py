@@ -8,10 +8,11 @@ Mixed precision computes convolutions and matrix products in float16, which is f
 - O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
 - O0: nothing, O3: everything (without a scale). Both are only for comparison.
 If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first anyway:
-its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/5] to [AMP 5/5] are the steps of mixed precision.
+its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/7] to [AMP 7/7] are those of mixed precision.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -32,6 +33,89 @@ try:
     import apex.amp  # and with it apex.parallel
 except Exception:  # not installed, without amp (after 25.04), or another package of that name
     apex = None
+
+
+class TorchAmp:
+    """Mixed precision by PyTorch: O1, or O0 and O3 for comparison. The methods in the order of their use:"""
+
+    def __init__(self, args):
+        self.args = args
+        # [AMP 1/7] Make the scaler. It holds the scale of the loss, at first 65,536. Without O1, it does nothing.
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
+
+    def convert_sync_batchnorm(self, net):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+
+    def initialize(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+        if self.args.opt_level == "O3":
+            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        # [AMP 2/7] Set fused SGD's momentum to zero. If the first step is skipped, it would stay uninitialised.
+        if isinstance(optimizer, torch.optim.SGD):
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return net, optimizer
+
+    def wrap(self, net):
+        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
+
+    def autocast(self):  # [AMP 3/7] In the forward pass, compute in float16 what is safe.
+        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
+
+    def backward_and_step(self, loss):
+        # [AMP 4/7] Scale the loss, and so all gradients. DDP averages them: an overflow on one GPU reaches all.
+        self.scaler.scale(loss).backward()
+        if self.args.clip_grad:
+            self.scaler.unscale_(self.optimizer)  # [AMP 5/7] Divide the gradients by the scale before clipping.
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
+        # [AMP 6/7] Divide the gradients by the scale, if not done yet, and step. After an overflow, skip the step.
+        self.scaler.step(self.optimizer)
+        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
+
+    def state_dict(self):  # [AMP 7/7] Save the scale with the checkpoint.
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self.scaler.load_state_dict(state)
+
+
+class ApexAmp:
+    """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def convert_sync_batchnorm(self, net):
+        return apex.parallel.convert_syncbn_model(net)
+
+    def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 make the weights float16
+        self.optimizer = optimizer
+        net = net.to(memory_format=torch.contiguous_format)  # Apex's CUDA kernels scramble channels_last gradients
+        return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
+
+    def wrap(self, net):
+        return apex.parallel.DistributedDataParallel(net)
+
+    def autocast(self):
+        return contextlib.nullcontext()  # initialize() has patched the functions
+
+    def backward_and_step(self, loss):
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
+        if self.args.clip_grad:
+            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
+        self.optimizer.step()  # after an overflow, Apex lets it do nothing
+
+    def state_dict(self):  # also the weights that the optimizer updates, in O2 float32 copies
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):
+        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
 
 
 @record  # if a process fails, torchrun shows its traceback
@@ -64,22 +148,22 @@ def main(args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
-        batch_size=args.batch_size // world_size,
-        num_workers=args.workers,
-        persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # By default, the global generator seeds these processes when they start: a resumed run would differ.
+        batch_size=args.batch_size // world_size,  # of each process
+        num_workers=args.workers,  # data-loading processes
+        persistent_workers=args.workers > 0,  # start them once; a resumed run draws other random numbers in them
+        # Seeds them. By default, the global generator does so when they start: after a resume, it would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # [AMP 1/5] see TorchAmp, below main()
+    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
     if args.sync_bn:
         net = mixed.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # [AMP 2/5] before DDP: Apex may make weights float16
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # [AMP 3/5] the scale, too
+    net, optimizer = mixed.initialize(net, optimizer)  # before DDP: Apex may make weights float16
+    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # `mixed`: the scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -99,7 +183,7 @@ def main(args):
         # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, mixed, val_loader, net)  # `model` would hang if shares are unequal
+        val_sums = validate(args, device, mixed, val_loader, net)  # `model` broadcasts, so it needs equal shares
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -119,85 +203,6 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
-
-
-class TorchAmp:
-    """By PyTorch. To use O1 in a program of your own, copy this class without the lines of O3."""
-
-    def __init__(self, args):
-        self.args = args
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # does nothing in O0, O3
-
-    def convert_sync_batchnorm(self, net):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-
-    def initialize(self, net, optimizer):  # [AMP 2/5]
-        self.net, self.optimizer = net, optimizer
-        if self.args.opt_level == "O3":
-            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves its momentum unset if step 1 is skipped
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return net, optimizer
-
-    def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
-
-    def state_dict(self):  # [AMP 3/5]
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state):
-        self.scaler.load_state_dict(state)
-
-    def autocast(self):  # [AMP 4/5]
-        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
-
-    def backward_and_step(self, loss):  # [AMP 5/5]
-        self.scaler.scale(loss).backward()
-        if self.args.clip_grad:
-            self.scaler.unscale_(self.optimizer)  # divides the gradients by the scale
-            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        self.scaler.step(self.optimizer)  # divides the gradients by the scale, unless unscale_() has done it
-        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
-
-
-class ApexAmp:
-    """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
-
-    def __init__(self, args):
-        self.args = args
-
-    def convert_sync_batchnorm(self, net):
-        return apex.parallel.convert_syncbn_model(net)
-
-    def initialize(self, net, optimizer):  # [AMP 2/5]: O1 patches PyTorch's functions, O2 and O3 change net
-        self.optimizer = optimizer
-        net = net.to(memory_format=torch.contiguous_format)  # Apex's CUDA kernels scramble channels_last gradients
-        return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
-
-    def wrap(self, net):
-        return apex.parallel.DistributedDataParallel(net)
-
-    def state_dict(self):  # [AMP 3/5]: also the weights that the optimizer updates, in O2 float32 copies
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
-
-    def autocast(self):  # [AMP 4/5]
-        return torch.autocast("cuda", enabled=False)  # initialize() has patched the functions
-
-    def backward_and_step(self, loss):  # [AMP 5/5]
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
-        if self.args.clip_grad:
-            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
-        self.optimizer.step()  # after an overflow, Apex lets it do nothing
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -223,7 +228,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, mixed, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with mixed.autocast():  # [AMP 4/5] torch.autocast("cuda", torch.float16); keep it when you replace this
+    with mixed.autocast():  # keep this line in a compute_loss of your own
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -261,7 +266,7 @@ def train_epoch(args, device, mixed, epoch, loader, model, optimizer, scheduler)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
-        mixed.backward_and_step(loss)  # [AMP 5/5] with a scaled loss; meanwhile, DDP averages the gradients
+        mixed.backward_and_step(loss)  # meanwhile, DDP averages the gradients
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)

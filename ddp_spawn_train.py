@@ -31,8 +31,8 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # all GPUs in CUDA_VISIBLE_DEVICES
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # unreachable from the network
+    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # they talk over loopback only
     with tempfile.TemporaryDirectory() as folder:  # main() connects through a file in it, and leaves metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
@@ -70,10 +70,10 @@ def main(rank, world_size, folder, args):
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
-        batch_size=args.batch_size // world_size,
-        num_workers=args.workers,
-        persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # By default, the global generator seeds these processes when they start: a resumed run would differ.
+        batch_size=args.batch_size // world_size,  # of each process
+        num_workers=args.workers,  # data-loading processes
+        persistent_workers=args.workers > 0,  # start them once; a resumed run draws other random numbers in them
+        # Seeds them. By default, the global generator does so when they start: after a resume, it would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # spawned ones would start slowly
@@ -104,7 +104,7 @@ def main(rank, world_size, folder, args):
         # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # `model` would hang if shares are unequal
+        val_sums = validate(args, device, val_loader, net)  # `model` broadcasts, so it needs equal shares
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

@@ -2,9 +2,8 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). In each step, the wrapper copies the network from GPU 0 to
-all GPUs, gives each a part of the batch, and gathers the outputs on GPU 0; backward() adds up the gradients there.
-Two traps: BatchNorm keeps the statistics of GPU 0's parts only, and autocast with bfloat16 needs the class below.
+The technique is one line, model = nn.DataParallel(net): the batch is split over the GPUs, as [DP 3/4] says. With
+bfloat16, it needs the class below. BatchNorm normalises over each part, and keeps the statistics of GPU 0's.
 """
 
 import argparse
@@ -21,6 +20,17 @@ from torch.utils.data import DataLoader, RandomSampler
 import common
 
 
+class DataParallelWithoutThreads(nn.DataParallel):
+    # [DP 1/4] nn.DataParallel calls each copy in a thread, and switches autocast on there, but with float16.
+    # A loop keeps bfloat16. All GPUs still compute at the same time: a call only starts the work on its GPU.
+    def parallel_apply(self, replicas, inputs, kwargs):
+        outputs = []
+        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*arguments, **keywords))
+        return outputs
+
+
 def main(args):
     cuda = args.device == "cuda"
     device = torch.device(args.device)  # "cuda" is GPU 0: the weights and the whole batch are there
@@ -35,9 +45,9 @@ def main(args):
     sampler = RandomSampler(train_set)  # shuffles by the global generator, which is seeded in each epoch
     loading = dict(
         batch_size=args.batch_size,
-        num_workers=args.workers,
-        persistent_workers=args.workers > 0,  # keep the data-loading processes for all epochs: 3% faster
-        # By default, the global generator seeds these processes when they start: a resumed run would differ.
+        num_workers=args.workers,  # data-loading processes
+        persistent_workers=args.workers > 0,  # start them once; a resumed run draws other random numbers in them
+        # Seeds them. By default, the global generator does so when they start: after a resume, it would differ.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -48,8 +58,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network: `model` splits each batch over all GPUs. It has no weights but those of `net`.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # nn.DataParallel, with bfloat16
+    # [DP 2/4] Wrap the network. `model` and `net` share weights. With float32, nn.DataParallel itself will do.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net
 
     print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -66,7 +76,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 2/4] Save `net`: in a wrapped `model`, the names of the weights begin with "module."
+        # Save `net`: in a wrapped `model`, the names of the weights begin with "module."
         if args.checkpoint:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -76,17 +86,6 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
-
-
-class DataParallelWithoutThreads(nn.DataParallel):
-    # [DP 3/4] nn.DataParallel calls each copy in a thread, where autocast would use float16 instead of bfloat16.
-    # A loop is right, and faster. All GPUs still compute at the same time: a call does not wait for its GPU.
-    def parallel_apply(self, replicas, inputs, kwargs):
-        outputs = []
-        for gpu, replica, arguments, keywords in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*arguments, **keywords))
-        return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -113,6 +112,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
+        # [DP 3/4] Copies the network from GPU 0 to all GPUs, splits the images, gathers the outputs on GPU 0.
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -150,7 +150,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up the gradients of all GPUs; `loss` is the mean of the whole batch
+        loss.backward()  # [DP 4/4] adds up the gradients of all copies on GPU 0
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
