@@ -1,14 +1,14 @@
 """Train a ResNet on CIFAR-10 in mixed precision with DDP: by PyTorch itself (torch.amp), or by NVIDIA Apex.
 
-    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend torch --opt-level O1
+    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
-Mixed precision computes convolutions and matrix products in float16, which is faster. --opt-level says how much:
-- O1: what is safe; weights stay float32. In float16, small gradients would become zero: so the loss is multiplied
-  by a scale, and the gradients are divided by it. If they are infinite (an overflow), the step is skipped.
-- O2 (only Apex): the weights, too; the optimizer updates float32 copies of them.
-- O0: nothing, O3: everything (without a scale). Both are only for comparison.
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale. Read it first anyway:
-its steps are [DDP 1/8] to [DDP 8/8] here, too. [AMP 1/7] to [AMP 7/7] are those of mixed precision.
+For GPUs without bfloat16, and for programs that use Apex: two classes show its calls, and what replaces them.
+If your GPU has bfloat16 (Ampere or newer), ddp_launch_train.py is enough. It explains DDP: read it first.
+Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
+zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. --opt-level is Apex's:
+- O1: float16 where it is safe; weights stay float32. This is what torch.amp does.
+- O2 (only Apex): float16 weights, too; the optimizer updates float32 copies of them.
+- O0: no float16, and O3: nothing else, without a scale. Both are only for comparison.
 """
 
 import argparse
@@ -36,11 +36,11 @@ except Exception:  # not installed, without amp (after 25.04), or another packag
 
 
 class TorchAmp:
-    """Mixed precision by PyTorch: O1, or O0 and O3 for comparison. The methods in the order of their use:"""
+    """Mixed precision by PyTorch. The methods stand in the order of their use."""
 
     def __init__(self, args):
         self.args = args
-        # [AMP 1/7] Make the scaler. It holds the scale of the loss, at first 65,536. Without O1, it does nothing.
+        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. Without O1, it does nothing.
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
 
     def convert_sync_batchnorm(self, net):
@@ -50,8 +50,7 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        # [AMP 2/7] Set fused SGD's momentum to zero. If the first step is skipped, it would stay uninitialised.
-        if isinstance(optimizer, torch.optim.SGD):
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum unset if step 1 is skipped
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -60,20 +59,22 @@ class TorchAmp:
     def wrap(self, net):
         return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
 
-    def autocast(self):  # [AMP 3/7] In the forward pass, compute in float16 what is safe.
+    def autocast(self):
+        # [AMP 2/6] In the forward pass, compute in float16 what is safe.
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 4/7] Scale the loss, and so all gradients. DDP averages them: an overflow on one GPU reaches all.
+        # [AMP 3/6] Scale the loss, and so all gradients. DDP averages them: an overflow on one GPU reaches all.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
-            self.scaler.unscale_(self.optimizer)  # [AMP 5/7] Divide the gradients by the scale before clipping.
+            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
             nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        # [AMP 6/7] Divide the gradients by the scale, if not done yet, and step. After an overflow, skip the step.
+        # [AMP 5/6] Divide the gradients by the scale, if not done yet. Step, but not after an overflow.
         self.scaler.step(self.optimizer)
         self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
 
-    def state_dict(self):  # [AMP 7/7] Save the scale with the checkpoint.
+    def state_dict(self):
+        # [AMP 6/6] Save the scale in the checkpoint.
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
@@ -150,24 +151,24 @@ def main(args):
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # data-loading processes
-        persistent_workers=args.workers > 0,  # start them once; a resumed run draws other random numbers in them
-        # Seeds them. By default, the global generator does so when they start: after a resume, it would differ.
+        persistent_workers=args.workers > 0,  # start them once, not in each epoch: 3% faster
+        # Without this, starting them takes a number from the global generator, and a resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    mixed = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
+    amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
     if args.sync_bn:
-        net = mixed.convert_sync_batchnorm(net)
+        net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = mixed.initialize(net, optimizer)  # before DDP: Apex may make weights float16
-    stateful = dict(net=net, mixed=mixed, optimizer=optimizer, scheduler=scheduler)  # `mixed`: the scale
+    net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # in this order; `amp`: the scale
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = mixed.wrap(net)  # DDP(net), PyTorch's or Apex's
+    model = amp.wrap(net)  # DDP(net), PyTorch's or Apex's
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -178,12 +179,12 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, device, mixed, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, mixed, val_loader, net)  # `model` broadcasts, so it needs equal shares
+        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait if one has fewer batches
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -225,22 +226,22 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, mixed, model, images, labels, augment):
+def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with mixed.autocast():  # keep this line in a compute_loss of your own
+    with amp.autocast():  # keep this line in a compute_loss of your own
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, device, mixed, loader, net):
+def validate(args, device, amp, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, mixed, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -257,7 +258,7 @@ def metrics_from(train_sums, val_sums):
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, device, mixed, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -265,8 +266,8 @@ def train_epoch(args, device, mixed, epoch, loader, model, optimizer, scheduler)
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, mixed, model, images, labels, augment=True)
-        mixed.backward_and_step(loss)  # meanwhile, DDP averages the gradients
+        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
+        amp.backward_and_step(loss)  # meanwhile, DDP averages the gradients
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)

@@ -59,8 +59,8 @@ def main(args):
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # data-loading processes
-        persistent_workers=args.workers > 0,  # start them once; a resumed run draws other random numbers in them
-        # Seeds them. By default, the global generator does so when they start: after a resume, it would differ.
+        persistent_workers=args.workers > 0,  # start them once, not in each epoch: 3% faster
+        # Without this, starting them takes a number from the global generator, and a resumed run would differ.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
@@ -90,7 +90,7 @@ def main(args):
         # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # `model` broadcasts, so it needs equal shares
+        val_sums = validate(args, device, val_loader, net)  # `model` would wait for processes with fewer batches
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

@@ -63,7 +63,7 @@ def test_a_first_step_that_overflows_is_skipped_and_nothing_else(optimizer, tmp_
         folder = edited(tmp_path / kind, "apex_amp_train", inf, SCALE, (f"{SGD}, fused", f"{optimizer}, {kind}"))
         flags = [*TINY, *"--epochs 2 --limit 24 --checkpoint run.pt".split()]
         losses.append(step_losses(run(command("apex_amp_train", *flags, nproc=1, folder=folder), cwd=folder)))
-        assert torch.load(folder / "run.pt", weights_only=True)["mixed"]["scale"] == 128  # halved once
+        assert torch.load(folder / "run.pt", weights_only=True)["amp"]["scale"] == 128  # halved once
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=0.02)  # float16 rounds
 
 

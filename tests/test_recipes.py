@@ -85,7 +85,7 @@ def test_O0_by_torch_equals_ddp_launch_train_bit_for_bit(tmp_path, first_runs):
     flags = [*CPU, "--epochs", "3", "--opt-level", "O0", "--checkpoint", f"{tmp_path}/run.pt"]
     assert "O0 by torch: " in run(command("apex_amp_train", *flags)).stdout
     left = left_by(tmp_path)
-    assert left[0].pop("mixed") == {} and left == left_by(first_runs("ddp_launch_train")[1])
+    assert left[0].pop("amp") == {} and left == left_by(first_runs("ddp_launch_train")[1])
 
 
 def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_runs):
