@@ -72,8 +72,8 @@ def main(rank, world_size, folder, args):
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # data-loading processes
-        persistent_workers=args.workers > 0,  # start them once, not in each epoch: 3% faster
-        # Without this, starting them takes a number from the global generator, and a resumed run would differ.
+        persistent_workers=args.workers > 0,  # start them once, not in each epoch
+        # Starting them draws a number. Take it from this generator: a resume must not change the global one.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # spawned ones would start slowly

@@ -2,8 +2,9 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). Here, a class does the same step by step, and also works
-with bfloat16. BatchNorm normalises over the images of each GPU, and keeps the running statistics of GPU 0.
+The technique is one line: model = nn.DataParallel(net). In each step, model(images) gives each GPU a part of the
+batch and a copy of the network, calls the copies in threads of one process, and gathers the outputs on GPU 0.
+(DDP copies the network once, and has a process for each GPU.) BatchNorm keeps the running statistics of GPU 0.
 """
 
 import argparse
@@ -20,19 +21,6 @@ from torch.utils.data import DataLoader, RandomSampler
 import common
 
 
-class DataParallelWithoutThreads(nn.DataParallel):
-    def forward(self, images):
-        # [DP 1/4] Give each GPU a part of the batch, and a copy of the network. This is done in every step.
-        parts = nn.parallel.scatter(images, self.device_ids)
-        copies = self.replicate(self.module, self.device_ids[: len(parts)])
-        # [DP 2/4] Call each copy: that starts its GPU's work. nn.DataParallel uses threads, which lose bfloat16.
-        outputs = []
-        for copy, part in zip(copies, parts):
-            with torch.cuda.device(part.device):
-                outputs.append(copy(part))
-        return nn.parallel.gather(outputs, self.output_device)  # [DP 3/4] on GPU 0; backward() adds gradients there
-
-
 def main(args):
     cuda = args.device == "cuda"
     device = torch.device(args.device)  # "cuda" is GPU 0: the weights and the whole batch are there
@@ -44,12 +32,12 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # uses the global generator, seeded in each epoch, not the loader's
+    sampler = RandomSampler(train_set)  # not shuffle=True: that would use the generator below
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # data-loading processes
-        persistent_workers=args.workers > 0,  # start them once, not in each epoch: 3% faster
-        # Without this, starting them takes a number from the global generator, and a resumed run would differ.
+        persistent_workers=args.workers > 0,  # start them once, not in each epoch
+        # Starting them draws a number. Take it from this generator: a resume must not change the global one.
         generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
@@ -60,8 +48,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 4/4] Wrap the network. Save `net`, not `model`: there, the names of the weights begin with "module."
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net  # with float32, nn.DataParallel will do
+    # [DP 1/4] Wrap the network. `model` uses the weights of `net`, as do the optimizer and the checkpoints.
+    model = nn.DataParallel(WithAutocast(net, args)) if gpus > 1 else net
 
     print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -78,6 +66,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
+        # [DP 2/4] Save `net`, not `model`: the wrappers put "module.net." before the names of the weights.
         if args.checkpoint:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -87,6 +76,17 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+
+
+class WithAutocast(nn.Module):
+    def __init__(self, net, args):
+        super().__init__()
+        self.net, self.args = net, args
+
+    def forward(self, images):
+        # [DP 3/4] nn.DataParallel's threads do not know the type of autocast in compute_loss(): they take float16.
+        with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
+            return self.net(images)
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -150,7 +150,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()
+        loss.backward()  # [DP 4/4] adds up the gradients of all GPUs: `loss` is the mean over the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
