@@ -3,12 +3,13 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
 For GPUs without bfloat16, and for programs that use Apex: two classes show its calls, and what replaces them.
-If your GPU has bfloat16 (Ampere or newer), ddp_launch_train.py is enough. It explains DDP: read it first.
+If your GPU has bfloat16 (Ampere or newer), stay with ddp_launch_train.py, which explains DDP: read it first.
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. --opt-level is Apex's:
-- O1: float16 where it is safe; weights stay float32. This is what torch.amp does.
-- O2 (only Apex): float16 weights, too; the optimizer updates float32 copies of them.
-- O0: no float16, and O3: nothing else, without a scale. Both are only for comparison.
+zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. Apex has four levels:
+- O0: float32, for comparison.
+- O1: float16 where it is safe; weights stay float32. This is torch.amp, and what a new program should take.
+- O2: float16 weights, too; the optimizer updates float32 copies of them. Only Apex has it.
+- O3: float16 everywhere, without a scale, for comparison.
 """
 
 import argparse
@@ -36,7 +37,7 @@ except Exception:  # not installed, without amp (after 25.04), or another packag
 
 
 class TorchAmp:
-    """Mixed precision by PyTorch. The methods stand in the order of their use."""
+    """By PyTorch. A program of your own needs this class, without the lines of O3, and not ApexAmp."""
 
     def __init__(self, args):
         self.args = args
@@ -50,7 +51,7 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum unset if step 1 is skipped
+        if isinstance(optimizer, torch.optim.SGD):  # if step 1 is skipped, fused SGD's momentum is random memory
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -64,7 +65,7 @@ class TorchAmp:
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss, and so all gradients. DDP averages them: an overflow on one GPU reaches all.
+        # [AMP 3/6] Scale the loss. DDP averages scaled gradients: after an overflow on one GPU, all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -113,7 +114,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes the copies: only then may the optimizer's state be loaded
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies, to which the optimizer's state belongs
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
@@ -164,7 +165,7 @@ def main(args):
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # in this order; `amp`: the scale
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # load `amp` before `optimizer`
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -229,7 +230,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with amp.autocast():  # keep this line in a compute_loss of your own
+    with amp.autocast():  # see [AMP 2/6]; keep this line if you replace compute_loss
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -267,7 +268,7 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
-        amp.backward_and_step(loss)  # meanwhile, DDP averages the gradients
+        amp.backward_and_step(loss)  # see [AMP 3/6] to [AMP 5/6]; meanwhile, DDP averages the gradients
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
