@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
-For GPUs without bfloat16, and for programs that use Apex: two classes show its calls, and what replaces them.
-If your GPU has bfloat16 (Ampere or newer), stay with ddp_launch_train.py, which explains DDP: read it first.
+For GPUs without bfloat16, and for programs that use Apex: TorchAmp and ApexAmp do the same, method by method.
+Read ddp_launch_train.py first: it explains DDP, and is enough if your GPU has bfloat16 (Ampere or newer).
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. Apex has four levels:
 - O0: float32, for comparison.
@@ -36,6 +36,92 @@ except Exception:  # not installed, without amp (after 25.04), or another packag
     apex = None
 
 
+@record  # if a process fails, torchrun shows its traceback
+def main(args):
+    # [DDP 1/8] torchrun starts this script once per GPU and tells each process who it is.
+    rank = int(os.environ["RANK"])  # index of this process among all processes
+    local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes
+    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
+
+    # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
+    cuda = args.device == "cuda"
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+
+    common.seed_everything(args.seed)  # the same initial weights in every run
+    train_set, val_set = load_data(args)
+    if args.batch_size > len(train_set):
+        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    net = build_network(args).to(device)
+
+    # [DDP 3/8] Connect the processes (NCCL or gloo). Only now: a download above may take longer than --timeout.
+    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+
+    # [DDP 4/8] Each process trains on an equal share of each batch: the average gradient is that of the batch.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    loading = dict(
+        batch_size=args.batch_size // world_size,  # of each process
+        num_workers=args.workers,  # data-loading processes
+        persistent_workers=args.workers > 0,  # start them once, not in each epoch
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds them, differently on each rank
+        pin_memory=cuda,
+    )
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
+    val_loader = DataLoader(val_set, **loading)
+
+    amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
+    if args.sync_bn:
+        net = amp.convert_sync_batchnorm(net)
+    optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
+    net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # load `amp` before `optimizer`
+    epochs_done, metrics = load_checkpoint(args, stateful)
+
+    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
+    model = amp.wrap(net)  # DDP(net), PyTorch's or Apex's
+    if args.compile:
+        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
+
+    print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
+    print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
+    start = time.perf_counter()
+    for epoch in range(epochs_done + 1, args.epochs + 1):
+        # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
+        sampler.set_epoch(epoch)
+        common.seed_everything(args.seed, epoch, rank)
+        train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
+
+        # [DDP 7/8] Send BatchNorm's statistics once more: DDP does so only before, not after, a forward pass.
+        for buffer in net.buffers():
+            dist.broadcast(buffer, src=0)
+        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait if one has fewer batches
+        dist.all_reduce(train_sums)  # add up the sums of all processes
+        dist.all_reduce(val_sums)
+        previous_best = metrics.get("best_accuracy", -math.inf)
+        metrics = metrics_from(train_sums, val_sums)
+        if not all(map(math.isfinite, metrics.values())):
+            raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
+        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
+        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
+
+        # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
+        if args.checkpoint and rank == 0:
+            if metrics["val_accuracy"] > previous_best:
+                save_atomically(net.state_dict(), f"{args.checkpoint}.best")
+            save_checkpoint(args, stateful, epoch, metrics)
+
+    run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
+    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
+    dist.destroy_process_group()
+
+
 class TorchAmp:
     """By PyTorch. A program of your own needs this class, without the lines of O3, and not ApexAmp."""
 
@@ -51,21 +137,21 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # if step 1 is skipped, fused SGD's momentum is random memory
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum unset if it skips its first step
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
+        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; saves a copy of the gradients
 
     def autocast(self):
         # [AMP 2/6] In the forward pass, compute in float16 what is safe.
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages scaled gradients: after an overflow on one GPU, all skip the step.
+        # [AMP 3/6] Scale the loss. DDP averages scaled gradients: if one GPU has an overflow, all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -118,93 +204,6 @@ class ApexAmp:
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
-
-
-@record  # if a process fails, torchrun shows its traceback
-def main(args):
-    # [DDP 1/8] torchrun starts this script once per GPU and tells each process who it is.
-    rank = int(os.environ["RANK"])  # index of this process among all processes
-    local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
-    world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
-
-    # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
-    cuda = args.device == "cuda"
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-
-    common.seed_everything(args.seed)  # the same initial weights in every run
-    train_set, val_set = load_data(args)
-    if args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
-    net = build_network(args).to(device)
-
-    # [DDP 3/8] Connect the processes (NCCL or gloo). Only now: a download above may take longer than --timeout.
-    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
-
-    # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
-    loading = dict(
-        batch_size=args.batch_size // world_size,  # of each process
-        num_workers=args.workers,  # data-loading processes
-        persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        # Starting them draws a number. Take it from this generator: a resume must not change the global one.
-        generator=torch.Generator().manual_seed(args.seed + rank),
-        pin_memory=cuda,
-    )
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
-    val_loader = DataLoader(val_set, **loading)
-
-    amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
-    if args.sync_bn:
-        net = amp.convert_sync_batchnorm(net)
-    optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # load `amp` before `optimizer`
-    epochs_done, metrics = load_checkpoint(args, stateful)
-
-    # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = amp.wrap(net)  # DDP(net), PyTorch's or Apex's
-    if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
-
-    print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
-    print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
-    start = time.perf_counter()
-    for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
-        sampler.set_epoch(epoch)
-        common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
-
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
-        for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait if one has fewer batches
-        dist.all_reduce(train_sums)  # add up the sums of all processes
-        dist.all_reduce(val_sums)
-        previous_best = metrics.get("best_accuracy", -math.inf)
-        metrics = metrics_from(train_sums, val_sums)
-        if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
-        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
-        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
-
-        # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
-        if args.checkpoint and rank == 0:
-            if metrics["val_accuracy"] > previous_best:
-                save_atomically(net.state_dict(), f"{args.checkpoint}.best")
-            save_checkpoint(args, stateful, epoch, metrics)
-
-    run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
-    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
-    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -335,7 +334,8 @@ def parse_args(argv=None):
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
         least = 0 if name in ("workers", "seed") or type(value) is float else 1
@@ -346,7 +346,7 @@ def parse_args(argv=None):
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("not enough GPUs, or none: each process needs one; or use --device cpu")
+        parser.error("not enough GPUs: each process needs one; or use --device cpu")
     if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile")
     if args.backend == "torch" and args.opt_level == "O2":

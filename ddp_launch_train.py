@@ -6,7 +6,6 @@ Each process has a copy of the network and its own share of every batch. DDP kee
 - the weights of rank 0 to all processes, once, when it wraps the network,
 - BatchNorm's statistics of rank 0 to all processes, before each forward pass,
 - the average of all processes' gradients to all of them, in each backward pass.
-All processes must take part: if one does not, the others wait until --timeout, and the run ends.
 """
 
 import argparse
@@ -53,15 +52,14 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process trains on its own share of each batch. Shares must be equal: backward() waits for all.
+    # [DDP 4/8] Each process trains on an equal share of each batch: the average gradient is that of the batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # data-loading processes
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        # Starting them draws a number. Take it from this generator: a resume must not change the global one.
-        generator=torch.Generator().manual_seed(args.seed + rank),
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds them, differently on each rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -74,11 +72,11 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the view saves copying gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; saves a copy of the gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
-    print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
+    print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -87,7 +85,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ between the processes: take those of rank 0.
+        # [DDP 7/8] Send BatchNorm's statistics once more: DDP does so only before, not after, a forward pass.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, device, val_loader, net)  # `model` would wait for processes with fewer batches
@@ -242,7 +240,8 @@ def parse_args(argv=None):
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
         least = 0 if name in ("workers", "seed") or type(value) is float else 1
@@ -253,7 +252,7 @@ def parse_args(argv=None):
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
     if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("not enough GPUs, or none: each process needs one; or use --device cpu")
+        parser.error("not enough GPUs: each process needs one; or use --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

@@ -2,9 +2,8 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). In each step, model(images) gives each GPU a part of the
-batch and a copy of the network, calls the copies in threads of one process, and gathers the outputs on GPU 0.
-(DDP copies the network once, and has a process for each GPU.) BatchNorm keeps the running statistics of GPU 0.
+The technique is one line: model = nn.DataParallel(net). DDP is faster: it has a process for each GPU, and copies
+the network once, not in each step. BatchNorm normalises over each GPU's images; GPU 0's statistics are kept.
 """
 
 import argparse
@@ -32,13 +31,12 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # not shuffle=True: that would use the generator below
+    sampler = RandomSampler(train_set)  # shuffles
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # data-loading processes
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        # Starting them draws a number. Take it from this generator: a resume must not change the global one.
-        generator=torch.Generator().manual_seed(args.seed),
+        generator=torch.Generator().manual_seed(args.seed),  # seeds them
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -48,10 +46,11 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network. `model` uses the weights of `net`, as do the optimizer and the checkpoints.
-    model = nn.DataParallel(WithAutocast(net, args)) if gpus > 1 else net
+    model = WithAutocast(net, args)
+    if gpus > 1:  # [DP 1/4] Wrap the network. `model` uses the weights of `net`, which the optimizer updates.
+        model = nn.DataParallel(model)
 
-    print(f"{args.precision}: {epochs_done} of {args.epochs} epochs are done")
+    print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -66,7 +65,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 2/4] Save `net`, not `model`: the wrappers put "module.net." before the names of the weights.
+        # [DP 2/4] Save `net`: in `model`, the names of the weights begin with "module.net."
         if args.checkpoint:
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
@@ -84,7 +83,7 @@ class WithAutocast(nn.Module):
         self.net, self.args = net, args
 
     def forward(self, images):
-        # [DP 3/4] nn.DataParallel's threads do not know the type of autocast in compute_loss(): they take float16.
+        # [DP 3/4] Start autocast here. If it began outside, nn.DataParallel's threads would take float16 instead.
         with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
             return self.net(images)
 
@@ -112,8 +111,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        outputs = model(images)
+    outputs = model(images)  # [DP 4/4] copies the network to all GPUs, splits the images, and gathers the outputs
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -150,7 +148,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up the gradients of all GPUs: `loss` is the mean over the whole batch
+        loss.backward()  # adds up all GPUs' gradients, as `loss` is the mean over the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -212,7 +210,8 @@ def parse_args(argv=None):
     add("--seed", type=int, default=21, help="default: 21")
     add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
-    add("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
         least = 0 if name in ("workers", "seed") or type(value) is float else 1
@@ -222,8 +221,6 @@ def parse_args(argv=None):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU; use --device cpu")
     bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     args.precision = args.precision or ("bf16" if bf16 else "fp32")
     return args

@@ -22,14 +22,15 @@ SCALE = ("GradScaler(args.device, ", "GradScaler(args.device, init_scale=256, ")
 def parse(tmp_path, monkeypatch, capsys):
     """Return a function that parses flags with a stand-in for Apex; it returns them, or what is said of them."""
 
-    def parse_with(package, *flags, gpus=0):
+    def parse_with(package, *flags, gpus=0, processes=1):
         for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split():
-            monkeypatch.setenv(name, "1")
+            monkeypatch.setenv(name, str(processes))
         for name in PACKAGES[package]:
             (tmp_path / "apex").mkdir(exist_ok=True)
             (tmp_path / "apex" / f"{name}.py").touch()
         monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not Path(p, "apex").exists())])
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         with mock.patch.dict(sys.modules), contextlib.suppress(SystemExit):
             for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
                 del sys.modules[name]
@@ -49,7 +50,8 @@ def test_apex_is_taken_only_if_it_is_asked_for_and_can_be_used(package, gpus, pa
         assert parse(package, "--backend", "apex", gpus=gpus).startswith("--backend apex needs a GPU, NVIDIA")
 
 
-def test_what_one_of_the_two_does_not_have_is_refused(parse):
+def test_what_is_not_there_is_refused(parse):
+    assert parse("none", gpus=1, processes=2).startswith("not enough GPUs: each process needs one")
     assert "Apex 25.04 (see README), and no --compile" in parse("25.04", "--backend", "apex", "--compile", gpus=1)
     assert parse("25.04", "--opt-level", "O2", gpus=1).startswith("PyTorch has no O2 ")
     assert "invalid choice: 'O4'" in parse("25.04", "--opt-level", "O4", gpus=1)

@@ -221,7 +221,7 @@ def test_a_resumed_run_may_have_another_number_of_processes_and_another_precisio
     flags = [*FEW, "--epochs", "2", "--checkpoint", str(tmp_path / "run.pt")]
     stop_after_one_epoch(tmp_path, "ddp_launch_train", flags)
     finished = run(command("ddp_launch_train", *flags, "--precision", "bf16", nproc=3))
-    assert "bf16: 1 of 2 epochs are done" in finished.stdout
+    assert "bf16, 1 of 2 epochs are done" in finished.stdout
     assert result(finished)["world_size"] == 3
 
 

@@ -47,7 +47,7 @@ def test_another_data_set_optimizer_and_metric_resume_like_an_unbroken_run(tmp_p
         (top := tmp_path / name).mkdir(exist_ok=True)
         finished = run(command("ddp_launch_train", *flags, folder=path.parent), cwd=top)
     found = result(finished)
-    assert ": 2 of 3 epochs are done" in finished.stdout and found["train_loss"] < 2
+    assert ", 2 of 3 epochs are done" in finished.stdout and found["train_loss"] < 2
     assert left_by(tmp_path / "unbroken") == left_by(top)
     assert found["val_accuracy"] <= 0 < 0.4 < found["best_accuracy"] <= 1 == found["val_top5"]
     # The best weights are not the last ones and, used as README says, are right as often again.

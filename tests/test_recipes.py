@@ -44,7 +44,7 @@ def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, 
     assert list(found) == ["script", *flags, *["precision"] * (script == "apex_amp_train"), *FOUND]
     how = "O1 by torch" if script == "apex_amp_train" else "fp32"
     where = r"process \d+ on 0 GPUs" if alone else r"rank 0: process \d+ on cpu"
-    agreed = rf"{how}: 0 of 3 epochs are done\n{where}\n"
+    agreed = rf"precision {how}, 0 of 3 epochs are done\n{where}\n"
     for epoch in 1, 2, 3:
         loss = "loss" if alone else "loss of rank 0:"
         agreed += "".join(rf"epoch {epoch} step {step}/5 {loss} \S+\n" for step in range(1, 6))
@@ -77,7 +77,7 @@ def test_a_killed_run_resumes_and_ends_like_an_unbroken_one(script, first_runs, 
     flags = [*(CPU if script == "dp_train" else TINY), *"--epochs 3 --workers 1 --checkpoint run.pt".split()]
     killed = run(command(script, *flags, folder=edited(tmp_path / "project", script, KILL)), cwd=tmp_path)
     finished = run(command(script, *flags), cwd=tmp_path)
-    assert abs(killed.returncode) == 9 and ": 2 of 3 epochs are done" in finished.stdout, finished
+    assert abs(killed.returncode) == 9 and ", 2 of 3 epochs are done" in finished.stdout, finished
     assert left_by(tmp_path) == left_by(first_runs(script)[1])
 
 

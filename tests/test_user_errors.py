@@ -14,8 +14,7 @@ TABLE = """
 dp | --epochs many | argument --epochs: invalid int value: 'many'
 launch | --color red | unrecognized arguments: --color red
 dp | --lr nan | --lr must be at least 0
-dp | --device cuda | there is no GPU; use --device cpu
-launch, spawn, apex | --device cuda | not enough GPUs, or none: each process needs one; or use --device cpu
+dp, launch, spawn, apex | --device cuda | argument --device: invalid choice: 'cuda' (choose from
 python launch, python apex, RANK=0 python launch, RANK=0 python apex | | start this script with torchrun: torchrun
 torchrun dp, torchrun spawn | | start this script without torchrun: python
 launch, spawn, apex | --batch-size 13 | --batch-size must be divisible by the number of processes, 2
