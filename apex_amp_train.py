@@ -2,14 +2,19 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
-For GPUs without bfloat16, and for programs that use Apex: TorchAmp and ApexAmp do the same, method by method.
 Read ddp_launch_train.py first: it explains DDP, and is enough if your GPU has bfloat16 (Ampere or newer).
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. Apex has four levels:
-- O0: float32, for comparison.
-- O1: float16 where it is safe; weights stay float32. This is torch.amp, and what a new program should take.
-- O2: float16 weights, too; the optimizer updates float32 copies of them. Only Apex has it.
-- O3: float16 everywhere, without a scale, for comparison.
+zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. In PyTorch (O1):
+
+    scaler = torch.amp.GradScaler()
+    with torch.autocast("cuda", torch.float16):
+        outputs = model(images)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite, it skips the step
+    scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 others
+
+--opt-level has Apex's names. O0 is float32, O3 is float16 without a scale: both for comparison. O2 (only Apex) has
+float16 weights, too, and updates float32 copies of them. TorchAmp and ApexAmp below do the same by other calls.
 """
 
 import argparse
@@ -80,7 +85,7 @@ def main(args):
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # load `amp` before `optimizer`
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order, for Apex
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -97,10 +102,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Send BatchNorm's statistics once more: DDP does so only before, not after, a forward pass.
+        # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait if one has fewer batches
+        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait for missing batches
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -123,11 +128,11 @@ def main(args):
 
 
 class TorchAmp:
-    """By PyTorch. A program of your own needs this class, without the lines of O3, and not ApexAmp."""
+    """Mixed precision by PyTorch: the lines at the top of this file, and what checkpoints and clipping need."""
 
     def __init__(self, args):
         self.args = args
-        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. Without O1, it does nothing.
+        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. In O0 and O3 it does nothing.
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
 
     def convert_sync_batchnorm(self, net):
@@ -137,31 +142,28 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum unset if it skips its first step
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD does not set momentum in a skipped first step
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return net, optimizer
 
     def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; saves a copy of the gradients
+        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
 
-    def autocast(self):
-        # [AMP 2/6] In the forward pass, compute in float16 what is safe.
+    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages scaled gradients: if one GPU has an overflow, all skip the step.
+        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
             nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        # [AMP 5/6] Divide the gradients by the scale, if not done yet. Step, but not after an overflow.
-        self.scaler.step(self.optimizer)
-        self.scaler.update()  # halves the scale after an overflow, doubles it after 2,000 steps without one
+        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
+        self.scaler.update()
 
-    def state_dict(self):
-        # [AMP 6/6] Save the scale in the checkpoint.
+    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
@@ -169,7 +171,7 @@ class TorchAmp:
 
 
 class ApexAmp:
-    """The same methods by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
+    """Mixed precision by NVIDIA Apex. Its amp is deprecated: 25.04 is the last tag that has it."""
 
     def __init__(self, args):
         self.args = args
@@ -193,14 +195,14 @@ class ApexAmp:
             scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
         if self.args.clip_grad:
             nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
-        self.optimizer.step()  # after an overflow, Apex lets it do nothing
+        self.optimizer.step()  # if the gradients are infinite, Apex lets it do nothing
 
     def state_dict(self):  # also the weights that the optimizer updates, in O2 float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies, to which the optimizer's state belongs
+        self.optimizer._amp_lazy_init()  # private; makes the copies, to which the optimizer's state belongs
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])

@@ -3,8 +3,7 @@
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
 Each process has a copy of the network and its own share of every batch. DDP keeps the copies equal. It sends
-- the weights of rank 0 to all processes, once, when it wraps the network,
-- BatchNorm's statistics of rank 0 to all processes, before each forward pass,
+- rank 0's weights to all processes, once, and rank 0's BatchNorm statistics, before each forward pass,
 - the average of all processes' gradients to all of them, in each backward pass.
 """
 
@@ -72,7 +71,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; saves a copy of the gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -85,7 +84,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Send BatchNorm's statistics once more: DDP does so only before, not after, a forward pass.
+        # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, device, val_loader, net)  # `model` would wait for processes with fewer batches

@@ -2,8 +2,9 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). DDP is faster: it has a process for each GPU, and copies
-the network once, not in each step. BatchNorm normalises over each GPU's images; GPU 0's statistics are kept.
+The technique is one line: model = nn.DataParallel(net). In each step, the wrapper
+- copies the network from GPU 0 to all GPUs, and gives each a part of the batch,
+- calls each copy in a thread of its own, and gathers the outputs on GPU 0; backward() adds up the gradients there.
 """
 
 import argparse
@@ -46,8 +47,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    model = WithAutocast(net, args)
-    if gpus > 1:  # [DP 1/4] Wrap the network. `model` uses the weights of `net`, which the optimizer updates.
+    model = WithAutocast(net, args)  # see [DP 3/4]
+    if gpus > 1:  # [DP 1/4] `model` and `net` share weights. BatchNorm keeps the statistics of GPU 0's parts.
         model = nn.DataParallel(model)
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -83,7 +84,7 @@ class WithAutocast(nn.Module):
         self.net, self.args = net, args
 
     def forward(self, images):
-        # [DP 3/4] Start autocast here. If it began outside, nn.DataParallel's threads would take float16 instead.
+        # [DP 3/4] Start autocast inside: nn.DataParallel's threads take over that it is on, but not its dtype.
         with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
             return self.net(images)
 
@@ -111,7 +112,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    outputs = model(images)  # [DP 4/4] copies the network to all GPUs, splits the images, and gathers the outputs
+    outputs = model(images)  # [DP 4/4] all of a batch, on GPU 0; validation uses all GPUs, too
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -148,7 +149,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # adds up all GPUs' gradients, as `loss` is the mean over the whole batch
+        loss.backward()  # adds up all GPUs' gradients; `loss` is already the mean over the batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
