@@ -8,13 +8,13 @@ zero in float16: so the loss is multiplied by a scale, and the gradients are div
 
     scaler = torch.amp.GradScaler()
     with torch.autocast("cuda", torch.float16):
-        outputs = model(images)
+        loss = loss_function(model(images), labels)
     scaler.scale(loss).backward()
-    scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite, it skips the step
-    scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 others
+    scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
+    scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
---opt-level has Apex's names. O0 is float32, O3 is float16 without a scale: both for comparison. O2 (only Apex) has
-float16 weights, too, and updates float32 copies of them. TorchAmp and ApexAmp below do the same by other calls.
+TorchAmp and ApexAmp below have the calls of both. --opt-level has Apex's names: O1 is the above; O2 (only Apex) has
+float16 weights, too, and updates float32 copies of them. O0 (all float32) and O3 (all float16) are for comparison.
 """
 
 import argparse
@@ -72,9 +72,9 @@ def main(args):
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
-        num_workers=args.workers,  # data-loading processes
+        num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds them, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -85,7 +85,7 @@ def main(args):
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order, for Apex
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # in this order, see ApexAmp
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -128,7 +128,7 @@ def main(args):
 
 
 class TorchAmp:
-    """Mixed precision by PyTorch: the lines at the top of this file, and what checkpoints and clipping need."""
+    """Mixed precision by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
 
     def __init__(self, args):
         self.args = args
@@ -142,7 +142,7 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD does not set momentum in a skipped first step
+        if isinstance(optimizer, torch.optim.SGD):  # if step 1 is skipped, fused SGD does not initialise this
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -155,7 +155,7 @@ class TorchAmp:
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all skip the step.
+        # [AMP 3/6] Scale the loss. Averaged by DDP, an infinite gradient on one GPU is infinite on all: all skip.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -231,7 +231,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with amp.autocast():  # see [AMP 2/6]; keep this line if you replace compute_loss
+    with amp.autocast():  # torch.autocast; keep this line if you replace compute_loss
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -269,7 +269,7 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
-        amp.backward_and_step(loss)  # see [AMP 3/6] to [AMP 5/6]; meanwhile, DDP averages the gradients
+        amp.backward_and_step(loss)  # scale, backward (DDP averages the gradients), unscale, clip, step, update
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)

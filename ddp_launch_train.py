@@ -56,9 +56,9 @@ def main(args):
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
-        num_workers=args.workers,  # data-loading processes
+        num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds them, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)

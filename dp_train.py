@@ -2,9 +2,9 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). In each step, the wrapper
-- copies the network from GPU 0 to all GPUs, and gives each a part of the batch,
-- calls each copy in a thread of its own, and gathers the outputs on GPU 0; backward() adds up the gradients there.
+The technique is one line: model = nn.DataParallel(net). In each step, model(images) gives each GPU a part of the
+batch and a copy of the network, calls each copy in a thread of its own, and joins the outputs on GPU 0.
+BatchNorm normalises over the images of each GPU, and keeps the running statistics of GPU 0.
 """
 
 import argparse
@@ -35,9 +35,9 @@ def main(args):
     sampler = RandomSampler(train_set)  # shuffles
     loading = dict(
         batch_size=args.batch_size,
-        num_workers=args.workers,  # data-loading processes
+        num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # seeds them
+        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -47,8 +47,10 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    model = WithAutocast(net, args)  # see [DP 3/4]
-    if gpus > 1:  # [DP 1/4] `model` and `net` share weights. BatchNorm keeps the statistics of GPU 0's parts.
+    # [DP 1/4] Start autocast inside the network. Around it, nn.DataParallel's threads would take float16 instead.
+    model = WithAutocast(net, args)
+    # [DP 2/4] Wrap the network. `model` uses the weights of `net`, as do the optimizer and the checkpoints.
+    if gpus > 1:
         model = nn.DataParallel(model)
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -66,8 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 2/4] Save `net`: in `model`, the names of the weights begin with "module.net."
-        if args.checkpoint:
+        if args.checkpoint:  # [DP 3/4] Save `net`: in `model`, the names of the weights begin with "module.net."
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
@@ -84,7 +85,6 @@ class WithAutocast(nn.Module):
         self.net, self.args = net, args
 
     def forward(self, images):
-        # [DP 3/4] Start autocast inside: nn.DataParallel's threads take over that it is on, but not its dtype.
         with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
             return self.net(images)
 
@@ -112,7 +112,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    outputs = model(images)  # [DP 4/4] all of a batch, on GPU 0; validation uses all GPUs, too
+    outputs = model(images)  # of the whole batch, on GPU 0
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -149,7 +149,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # adds up all GPUs' gradients; `loss` is already the mean over the batch
+        loss.backward()  # [DP 4/4] adds up all GPUs' gradients, undivided: `loss` is a mean over the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
