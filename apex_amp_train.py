@@ -13,8 +13,8 @@ zero in float16: so the loss is multiplied by a scale, and the gradients are div
     scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
-TorchAmp and ApexAmp below have the calls of both. --opt-level has Apex's names: O1 is the above; O2 (only Apex) has
-float16 weights, too, and updates float32 copies of them. O0 (all float32) and O3 (all float16) are for comparison.
+TorchAmp and ApexAmp below have the calls of both. --opt-level takes Apex's names: O1 is the above; O2 (only Apex)
+has float16 weights, too, and updates float32 copies of them; O0 (float32) and O3 (float16) are for comparison.
 """
 
 import argparse
