@@ -4,12 +4,12 @@
 
 Read ddp_launch_train.py first: it explains DDP, and is enough if your GPU has bfloat16 (Ampere or newer).
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. Apex has four levels:
+zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. There are four levels:
 - O0: float32, for comparison.
-- O1: float16 where it is safe; the weights stay float32. This is torch.amp, and what a new program should use.
+- O1: float16 where it is safe; the weights stay float32. New programs should take this, by torch.amp, the default.
 - O2: float16 weights, too; the optimizer updates float32 copies of them. Only Apex has it.
 - O3: float16 everywhere, without a scale, for comparison.
-If you do not need Apex, delete ApexAmp, --backend, and the branches of Apex.
+If you do not use Apex, delete ApexAmp, --backend, and what depends on it.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main(args):
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)
-    # [AMP 2/7] Save and load the scale, too: `amp` has it. Apex's O2 needs this order, see there.
+    # [AMP 2/7] Save and load the scale, too: `amp` has it. Apex's O2 must load `amp` before `optimizer`.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
@@ -123,40 +123,8 @@ def main(args):
     dist.destroy_process_group()
 
 
-class TorchAmp:
-    """What torch.amp needs before the first step, and in a checkpoint."""
-
-    def __init__(self, args):
-        self.args = args
-        # [AMP 3/7] The scaler holds the scale of the loss, at first 65,536. In O0 and O3, it does nothing.
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
-
-    def convert_sync_batchnorm(self, net):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-
-    def initialize(self, net, optimizer):
-        if self.args.opt_level == "O3":
-            net.half()
-            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):
-            # If the first step is skipped, fused SGD would go on with uninitialised momentum: begin with zeros.
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return net, optimizer
-
-    def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
-
-    def state_dict(self):
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state):
-        self.scaler.load_state_dict(state)
-
-
 class ApexAmp:
-    """The same for NVIDIA Apex, whose amp is deprecated: 25.04 is the last tag that has it."""
+    """What NVIDIA Apex needs before the first step, and in a checkpoint. After tag 25.04, it has no amp."""
 
     def __init__(self, args):
         self.args = args
@@ -177,11 +145,43 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        # Make the copies (by a private method). The optimizer's state belongs to them, so it is loaded after this.
+        # Make O2's float32 copies, by a private method. The optimizer's state, loaded next, belongs to them.
         self.optimizer._amp_lazy_init()
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
+
+
+class TorchAmp:
+    """The same for torch.amp."""
+
+    def __init__(self, args):
+        self.args = args
+        # [AMP 3/7] The scaler holds the scale of the loss, at first 65,536. In O0 and O3, it does nothing.
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
+
+    def convert_sync_batchnorm(self, net):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+
+    def initialize(self, net, optimizer):
+        if self.args.opt_level == "O3":
+            net.half()
+            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):
+            # If the first step is skipped, SGD with fused=True does not fill its momentum: begin with zeros.
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return net, optimizer
+
+    def wrap(self, net):
+        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
+
+    def state_dict(self):
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self.scaler.load_state_dict(state)
 
 
 # ------------------------------------------------------------ Replace these in your own project
