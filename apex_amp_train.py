@@ -4,15 +4,21 @@
 
 Read ddp_launch_train.py first: it explains DDP, and is enough if your GPU has bfloat16 (Ampere or newer).
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. There are four levels:
-- O0: float32, for comparison.
-- O1: float16 where it is safe; the weights stay float32. New programs should take this, by torch.amp, the default.
-- O2: float16 weights, too; the optimizer updates float32 copies of them. Only Apex has it.
-- O3: float16 everywhere, without a scale, for comparison.
-If you do not use Apex, delete ApexAmp, --backend, and what depends on it.
+zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. In PyTorch (O1):
+
+    scaler = torch.amp.GradScaler()
+    with torch.autocast("cuda", torch.float16):
+        loss = loss_function(model(images), labels)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
+    scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
+
+ApexAmp and TorchAmp below have the calls of both. --opt-level takes Apex's names: O1 is the above; O2 (only Apex)
+has float16 weights, too, and updates float32 copies of them; O0 (float32) and O3 (float16) are for comparison.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -74,14 +80,12 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    # [AMP 1/7] Prepare mixed precision, before DDP: Apex may make the weights float16.
     amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)
-    # [AMP 2/7] Save and load the scale, too: `amp` has it. Apex's O2 must load `amp` before `optimizer`.
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
+    net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loads `amp` before `optimizer`
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -101,7 +105,7 @@ def main(args):
         # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # `model` would wait for processes with fewer batches
+        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait for missing batches
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -124,7 +128,7 @@ def main(args):
 
 
 class ApexAmp:
-    """What NVIDIA Apex needs before the first step, and in a checkpoint. After tag 25.04, it has no amp."""
+    """Mixed precision by NVIDIA Apex. After tag 25.04, it has no amp any more."""
 
     def __init__(self, args):
         self.args = args
@@ -140,35 +144,43 @@ class ApexAmp:
     def wrap(self, net):
         return apex.parallel.DistributedDataParallel(net)
 
+    def autocast(self):
+        return contextlib.nullcontext()  # initialize() has patched the functions
+
+    def backward_and_step(self, loss):
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
+        if self.args.clip_grad:
+            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
+        self.optimizer.step()  # Apex skips it if the gradients are infinite
+
     def state_dict(self):  # also the weights that the optimizer updates, in O2 float32 copies
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        # Make O2's float32 copies, by a private method. The optimizer's state, loaded next, belongs to them.
-        self.optimizer._amp_lazy_init()
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies; the optimizer's state belongs to them
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
 
 
 class TorchAmp:
-    """The same for torch.amp."""
+    """The same by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
 
     def __init__(self, args):
         self.args = args
-        # [AMP 3/7] The scaler holds the scale of the loss, at first 65,536. In O0 and O3, it does nothing.
+        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. In O0 and O3 it does nothing.
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
 
     def convert_sync_batchnorm(self, net):
         return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
     def initialize(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
-            net.half()
-            net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):
-            # If the first step is skipped, SGD with fused=True does not fill its momentum: begin with zeros.
+            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD does not fill it if it skips its first step
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -177,7 +189,19 @@ class TorchAmp:
     def wrap(self, net):
         return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
 
-    def state_dict(self):
+    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
+        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
+
+    def backward_and_step(self, loss):
+        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all skip the step.
+        self.scaler.scale(loss).backward()
+        if self.args.clip_grad:
+            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
+        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
+        self.scaler.update()
+
+    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
@@ -204,23 +228,22 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, model, images, labels, augment):
+def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 4/7] Compute in float16 where it is safe. Not with Apex: in O1, it has patched PyTorch's functions.
-    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
+    with amp.autocast():  # torch.autocast; keep this line if you replace compute_loss
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, device, loader, net):
+def validate(args, device, amp, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -245,22 +268,8 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
-        if args.backend == "torch":
-            amp.scaler.scale(loss).backward()  # [AMP 5/7] Scale the loss. Meanwhile, DDP averages the gradients.
-            if args.clip_grad:
-                amp.scaler.unscale_(optimizer)  # [AMP 6/7] Divide the gradients by the scale before clipping.
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-            # [AMP 7/7] Divide the gradients by the scale, if not done yet, and step. If one GPU had an infinite
-            # gradient, DDP's average is infinite on all GPUs: all skip the step, and their weights stay equal.
-            amp.scaler.step(optimizer)
-            amp.scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 steps without one
-        else:
-            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
-            if args.clip_grad:
-                nn.utils.clip_grad_norm_(list(apex.amp.master_params(optimizer)), args.clip_grad)
-            optimizer.step()  # Apex skips it if the gradients are infinite
+        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
+        amp.backward_and_step(loss)  # scale, backward (DDP averages the gradients), unscale, clip, step, update
         scheduler.step()
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
