@@ -298,14 +298,15 @@ def load_checkpoint(args, stateful):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
+            states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
-        for name, part in stateful.items():
-            part.load_state_dict(saved[name])
+        for part, state in zip(stateful.values(), states):
+            part.load_state_dict(state)
     found = [None] * dist.get_world_size()  # all must go on from the same epoch, or they would wait for each other
     dist.all_gather_object(found, epochs_done)
     if len(set(found)) > 1:

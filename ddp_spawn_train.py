@@ -30,7 +30,7 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # they talk over loopback only
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # their sockets are on loopback only
     with tempfile.TemporaryDirectory() as folder:  # they meet in one file there, and leave metrics in others
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
@@ -217,14 +217,15 @@ def load_checkpoint(args, stateful):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
+            states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
-        for name, part in stateful.items():
-            part.load_state_dict(saved[name])
+        for part, state in zip(stateful.values(), states):
+            part.load_state_dict(state)
     return epochs_done, metrics
 
 

@@ -68,7 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        if args.checkpoint:  # [DP 3/4] Save `net`: in `model`, the names of the weights begin with "module.net."
+        if args.checkpoint:  # [DP 3/4] Save `net`: the wrappers change the names of the weights.
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
@@ -84,9 +84,9 @@ class WithAutocast(nn.Module):
         super().__init__()
         self.net, self.args = net, args
 
-    def forward(self, images):
+    def forward(self, *inputs, **options):
         with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
-            return self.net(images)
+            return self.net(*inputs, **options)
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -181,14 +181,15 @@ def load_checkpoint(args, stateful):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
+            states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
-        for name, part in stateful.items():
-            part.load_state_dict(saved[name])
+        for part, state in zip(stateful.values(), states):
+            part.load_state_dict(state)
     return epochs_done, metrics
 
 
