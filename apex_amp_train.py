@@ -13,7 +13,7 @@ zero in float16: so the loss is multiplied by a scale, and the gradients are div
     scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
-ApexAmp and TorchAmp below have the calls of both. --opt-level takes Apex's names: O1 is the above; O2 (only Apex)
+TorchAmp and ApexAmp below have the calls of both. --opt-level takes Apex's names: O1 is the above; O2 (only Apex)
 has float16 weights, too, and updates float32 copies of them; O0 (float32) and O3 (float16) are for comparison.
 """
 
@@ -63,11 +63,11 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (NCCL or gloo). Only now: a download above may take longer than --timeout.
+    # [DDP 3/8] Connect the processes (by NCCL or gloo), with the data there: a download may exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process trains on an equal share of each batch: the average gradient is that of the batch.
+    # [DDP 4/8] Each process has an equal share of each batch: the average of their gradients is the batch's.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -105,7 +105,7 @@ def main(args):
         # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # `model` would wait for missing batches
+        val_sums = validate(args, device, amp, val_loader, net)  # a call of `model` would wait for all
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -127,8 +127,51 @@ def main(args):
     dist.destroy_process_group()
 
 
+class TorchAmp:
+    """Mixed precision by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
+
+    def __init__(self, args):
+        self.args = args
+        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. In O0 and O3 it does nothing.
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
+
+    def convert_sync_batchnorm(self, net):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+
+    def initialize(self, net, optimizer):
+        self.net, self.optimizer = net, optimizer
+        if self.args.opt_level == "O3":
+            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):  # a skipped first step leaves fused SGD's uninitialised
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return net, optimizer
+
+    def wrap(self, net):
+        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids copying gradients
+
+    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
+        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
+
+    def backward_and_step(self, loss):
+        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all skip the step.
+        self.scaler.scale(loss).backward()
+        if self.args.clip_grad:
+            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
+        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
+        self.scaler.update()  # halves the scale after a skipped step
+
+    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self.scaler.load_state_dict(state)
+
+
 class ApexAmp:
-    """Mixed precision by NVIDIA Apex. After tag 25.04, it has no amp any more."""
+    """The same by NVIDIA Apex. After tag 25.04, it has no amp any more."""
 
     def __init__(self, args):
         self.args = args
@@ -138,7 +181,7 @@ class ApexAmp:
 
     def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 make the weights float16
         self.optimizer = optimizer
-        net = net.to(memory_format=torch.contiguous_format)  # Apex's CUDA kernels scramble channels_last gradients
+        net = net.to(memory_format=torch.contiguous_format)  # Apex's kernels mix up gradients in channels_last
         return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
 
     def wrap(self, net):
@@ -163,49 +206,6 @@ class ApexAmp:
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
-
-
-class TorchAmp:
-    """The same by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
-
-    def __init__(self, args):
-        self.args = args
-        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. In O0 and O3 it does nothing.
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
-
-    def convert_sync_batchnorm(self, net):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-
-    def initialize(self, net, optimizer):
-        self.net, self.optimizer = net, optimizer
-        if self.args.opt_level == "O3":
-            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD does not fill it if it skips its first step
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return net, optimizer
-
-    def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
-
-    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
-        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
-
-    def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all skip the step.
-        self.scaler.scale(loss).backward()
-        if self.args.clip_grad:
-            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
-            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
-        self.scaler.update()
-
-    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state):
-        self.scaler.load_state_dict(state)
 
 
 # ------------------------------------------------------------ Replace these in your own project

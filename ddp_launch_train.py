@@ -47,11 +47,11 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (NCCL or gloo). Only now: a download above may take longer than --timeout.
+    # [DDP 3/8] Connect the processes (by NCCL or gloo), with the data there: a download may exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process trains on an equal share of each batch: the average gradient is that of the batch.
+    # [DDP 4/8] Each process has an equal share of each batch: the average of their gradients is the batch's.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -71,7 +71,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids a copy of the gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids copying gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -87,7 +87,7 @@ def main(args):
         # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # `model` would wait for processes with fewer batches
+        val_sums = validate(args, device, val_loader, net)  # a call of `model` would wait for all processes
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

@@ -47,9 +47,9 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Start autocast inside the network. Around it, nn.DataParallel's threads would take float16 instead.
+    # [DP 1/4] Start autocast inside the network: its dtype holds for one thread, and nn.DataParallel starts others.
     model = WithAutocast(net, args)
-    # [DP 2/4] Wrap the network. `model` uses the weights of `net`, as do the optimizer and the checkpoints.
+    # [DP 2/4] Wrap the network. The optimizer and the checkpoints use `net`, whose weights are on GPU 0.
     if gpus > 1:
         model = nn.DataParallel(model)
 
@@ -149,7 +149,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up all GPUs' gradients, undivided: `loss` is a mean over the whole batch
+        loss.backward()  # [DP 4/4] adds up all GPUs' gradients. No division: `loss` is already the batch's mean
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
