@@ -84,7 +84,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ. Take rank 0's: all must validate the same.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, device, val_loader, net)  # a call of `model` would wait for all processes

@@ -73,7 +73,7 @@ def main(rank, world_size, folder, args):
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
         generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # starts faster than a spawned process's default
+        multiprocessing_context="fork" if args.workers else None,  # faster than spawn, the default in a spawned process
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
@@ -98,7 +98,7 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step has changed BatchNorm's statistics, in each process differently. Take rank 0's.
+        # [DDP 7/8] After the last step, BatchNorm's statistics differ. Take rank 0's: all must validate the same.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, device, val_loader, net)  # a call of `model` would wait for all processes
