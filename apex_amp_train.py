@@ -142,7 +142,7 @@ class TorchAmp:
         self.net, self.optimizer = net, optimizer
         if self.args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # a skipped first step leaves fused SGD's uninitialised
+        if isinstance(optimizer, torch.optim.SGD):  # if step 1 is skipped, fused SGD leaves momentum as it is
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

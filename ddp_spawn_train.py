@@ -73,7 +73,7 @@ def main(rank, world_size, folder, args):
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
         generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # faster than spawn, the default in a spawned process
+        multiprocessing_context="fork" if args.workers else None,  # faster than a spawned process's default
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
