@@ -47,11 +47,11 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (by NCCL or gloo), with the data there: a download may exceed --timeout.
+    # [DDP 3/8] Connect the processes (NCCL or gloo) after loading the data: a download may exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process has an equal share of each batch: the average of their gradients is the batch's.
+    # [DDP 4/8] Each process gets an equal share of each batch: the average of their gradients is the batch's.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -84,10 +84,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ. Take rank 0's: all must validate the same.
+        # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # a call of `model` would wait for all processes
+        val_sums = validate(args, device, val_loader, net)  # a call of `model` waits for all processes
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

@@ -30,8 +30,8 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # their sockets are on loopback only
-    with tempfile.TemporaryDirectory() as folder:  # they meet in one file there, and leave metrics in others
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # the processes' sockets: on loopback only
+    with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave metrics in others
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
@@ -59,12 +59,12 @@ def main(rank, world_size, folder, args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (by NCCL or gloo), with the data there: a download may exceed --timeout.
+    # [DDP 3/8] Connect the processes (NCCL or gloo) after loading the data: a download may exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     who = dict(rank=rank, world_size=world_size, init_method=f"file://{folder}/store")  # they meet in this file
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None, **who)
 
-    # [DDP 4/8] Each process has an equal share of each batch: the average of their gradients is the batch's.
+    # [DDP 4/8] Each process gets an equal share of each batch: the average of their gradients is the batch's.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -98,10 +98,10 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] After the last step, BatchNorm's statistics differ. Take rank 0's: all must validate the same.
+        # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # a call of `model` would wait for all processes
+        val_sums = validate(args, device, val_loader, net)  # a call of `model` waits for all processes
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

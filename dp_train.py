@@ -47,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Start autocast inside the network: its dtype holds in one thread; nn.DataParallel starts others.
+    # [DP 1/4] Start autocast inside the network: outside, nn.DataParallel's threads would take float16 instead.
     model = WithAutocast(net, args)
     # [DP 2/4] Wrap the network. The optimizer and the checkpoints use `net`, whose weights are on GPU 0.
     if gpus > 1:
