@@ -13,8 +13,9 @@ zero in float16: so the loss is multiplied by a scale, and the gradients are div
     scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
-TorchAmp and ApexAmp below have the calls of both. --opt-level takes Apex's names: O1 is the above; O2 (only Apex)
-has float16 weights, too, and updates float32 copies of them; O0 (float32) and O3 (float16) are for comparison.
+TorchAmp below does this. ApexAmp does it with Apex, for old programs: Apex's last tag with amp is 25.04.
+--opt-level takes Apex's names: O1 is the above; O2 (only Apex) has float16 weights, and updates float32 copies of
+them; O0 (float32) and O3 (float16) are for comparison.
 """
 
 import argparse
@@ -80,12 +81,12 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)
+    amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # the classes below main
     if args.sync_bn:
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # before DDP: Apex may make weights float16
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loads `amp` before `optimizer`
+    net, optimizer = amp.initialize(net, optimizer)  # may make the weights float16: DDP must see the final ones
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # in this order: O2's copies first
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -171,7 +172,7 @@ class TorchAmp:
 
 
 class ApexAmp:
-    """The same by NVIDIA Apex. After tag 25.04, it has no amp any more."""
+    """The same by NVIDIA Apex, for old programs."""
 
     def __init__(self, args):
         self.args = args
@@ -202,7 +203,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies; the optimizer's state belongs to them
+        self.optimizer._amp_lazy_init()  # private; makes O2's copies now: the momentum loaded next belongs to them
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])

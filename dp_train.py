@@ -2,9 +2,9 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). In each step, model(images) gives each GPU a part of the
-batch and a copy of the network, calls each copy in a thread of its own, and joins the outputs on GPU 0.
-BatchNorm normalises over the images of each GPU, and keeps the running statistics of GPU 0.
+The technique is one line: model = nn.DataParallel(net). In each step, model(images) copies the network to all
+GPUs, gives each GPU a part of the batch, calls each copy in a thread, and joins the outputs on GPU 0. Copying, and
+threads that share one Python, make it slow. BatchNorm normalises each part alone, and keeps GPU 0's statistics.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles
+    sampler = RandomSampler(train_set)  # shuffles; shuffle=True would not follow the seed of the epoch
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
@@ -47,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Start autocast inside the network: outside, nn.DataParallel's threads would take float16 instead.
+    # [DP 1/4] Start autocast inside the network: outside, its bfloat16 would not reach DataParallel's threads.
     model = WithAutocast(net, args)
     # [DP 2/4] Wrap the network. The optimizer and the checkpoints use `net`, whose weights are on GPU 0.
     if gpus > 1:
@@ -57,10 +57,10 @@ def main(args):
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        common.seed_everything(args.seed, epoch)
+        common.seed_everything(args.seed, epoch)  # so a resumed run goes on like an unbroken one
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        val_sums = validate(args, device, val_loader, model)
+        val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
         previous_best = metrics.get("best_accuracy", -math.inf)
         metrics = metrics_from(train_sums, val_sums)
         if not all(map(math.isfinite, metrics.values())):
@@ -68,7 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        if args.checkpoint:  # [DP 3/4] Save `net`: the wrappers change the names of the weights.
+        if args.checkpoint:  # save `net`: the wrappers change the names of the weights
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
@@ -112,7 +112,7 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    outputs = model(images)  # of the whole batch, on GPU 0
+    outputs = model(images)  # [DP 3/4] All GPUs' outputs, joined on GPU 0: the loss is that of the whole batch.
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -149,7 +149,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up all GPUs' gradients. No division: `loss` is already the batch's mean
+        loss.backward()  # [DP 4/4] Add up all GPUs' gradients. No division: `loss` is already the batch's mean.
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -179,7 +179,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, {}
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # later copied to the GPU
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
