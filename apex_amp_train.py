@@ -4,7 +4,7 @@
 
 Read ddp_launch_train.py first: it explains DDP, and is enough if your GPU has bfloat16 (Ampere or newer).
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. In PyTorch (O1):
+zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. In PyTorch:
 
     scaler = torch.amp.GradScaler()
     with torch.autocast("cuda", torch.float16):
@@ -86,7 +86,7 @@ def main(args):
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # may make the weights float16: DDP must see the final ones
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # in this order: O2's copies first
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order: amp first
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -106,7 +106,7 @@ def main(args):
         # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # a call of `model` waits for all processes
+        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: its calls wait for all processes
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -156,7 +156,7 @@ class TorchAmp:
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all skip the step.
+        # [AMP 3/6] Scale the loss. DDP averages: one infinite gradient reaches all GPUs, and all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -203,7 +203,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private; makes O2's copies now: the momentum loaded next belongs to them
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies now, as the optimizer loads momentum for them
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
@@ -213,7 +213,7 @@ class ApexAmp:
 
 
 def load_data(args):
-    """Return the training set and the validation set. Their items are (image, label)."""
+    """Return the training set and the validation set. Their items: (uint8 image (height, width, 3), label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
@@ -271,7 +271,7 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
         optimizer.zero_grad()
         loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
         amp.backward_and_step(loss)  # scale, backward (DDP averages the gradients), unscale, clip, step, update
-        scheduler.step()
+        scheduler.step()  # also after a skipped step: it counts batches
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:

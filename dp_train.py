@@ -32,7 +32,7 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles; shuffle=True would not follow the seed of the epoch
+    sampler = RandomSampler(train_set)  # shuffles by the global seed; shuffle=True would use `generator` below
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
@@ -47,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Start autocast inside the network: outside, its bfloat16 would not reach DataParallel's threads.
+    # [DP 1/4] Start autocast in the network's forward(): DataParallel's threads inherit it, but not its dtype.
     model = WithAutocast(net, args)
     # [DP 2/4] Wrap the network. The optimizer and the checkpoints use `net`, whose weights are on GPU 0.
     if gpus > 1:
@@ -68,7 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        if args.checkpoint:  # save `net`: the wrappers change the names of the weights
+        if args.checkpoint:  # save `net`: in `model`, names of weights begin with "module.net."
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
@@ -93,7 +93,7 @@ class WithAutocast(nn.Module):
 
 
 def load_data(args):
-    """Return the training set and the validation set. Their items are (image, label)."""
+    """Return the training set and the validation set. Their items: (uint8 image (height, width, 3), label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
@@ -149,7 +149,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] Add up all GPUs' gradients. No division: `loss` is already the batch's mean.
+        loss.backward()  # [DP 4/4] This adds up all GPUs' gradients. No division: `loss` is already the batch's mean.
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
