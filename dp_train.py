@@ -149,7 +149,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] This adds up all GPUs' gradients. No division: `loss` is already the batch's mean.
+        loss.backward()  # [DP 4/4] This adds up all GPUs' gradients. No division: `loss` is the mean of the batch.
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
