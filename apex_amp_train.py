@@ -86,7 +86,7 @@ def main(args):
         net = amp.convert_sync_batchnorm(net)
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     net, optimizer = amp.initialize(net, optimizer)  # may make the weights float16: DDP must see the final ones
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order: amp first
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # optimizer must load after amp
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -106,7 +106,7 @@ def main(args):
         # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: its calls wait for all processes
+        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: it would wait for shorter shares
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -156,7 +156,7 @@ class TorchAmp:
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages: one infinite gradient reaches all GPUs, and all skip the step.
+        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all GPUs skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -203,7 +203,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies now, as the optimizer loads momentum for them
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies now; they and their momentum are loaded next
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])

@@ -47,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Start autocast in the network's forward(): DataParallel's threads inherit it, but not its dtype.
+    # [DP 1/4] Start autocast in forward(): if it starts outside, DataParallel's threads use float16, not bfloat16.
     model = WithAutocast(net, args)
     # [DP 2/4] Wrap the network. The optimizer and the checkpoints use `net`, whose weights are on GPU 0.
     if gpus > 1:
@@ -68,7 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        if args.checkpoint:  # save `net`: in `model`, names of weights begin with "module.net."
+        if args.checkpoint:  # save `net`: in `model`, names of weights begin with "net." or "module.net."
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)

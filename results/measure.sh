@@ -3,7 +3,7 @@
 #
 #   bash results/measure.sh FILE scaling     1, 2, 4, ... GPUs: 512 images per GPU, and 512 over all GPUs
 #   bash results/measure.sh FILE batches     64, 128, 256 and 512 images per GPU on all GPUs, with and without --compile
-#   bash results/measure.sh FILE ceilings    one GPU, 512 images: each script, and its step alone (ceiling.py)
+#   bash results/measure.sh FILE ceilings    one GPU: two scripts, and the same without data loading (ceiling.py)
 #   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
 #   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without
 #   bash results/measure.sh FILE start       seconds from the command to each line of its output
@@ -73,7 +73,7 @@ case $part in
     for compile in '' --compile; do
       for script in ddp_launch_train apex_amp_train; do
         one "$((all ? 1 : 0))" "$script.py" --batch-size 512 --epochs "$epochs" $compile
-        one "$((all ? 1 : 0))" results/ceiling.py "$script" --batch-size 512 --epochs "$epochs" $compile
+        one "$((all ? 1 : 0))" results/ceiling.py "$script" --workers 0 --batch-size 512 --epochs "$epochs" $compile
       done
     done
     ;;
