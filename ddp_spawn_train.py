@@ -101,7 +101,7 @@ def main(rank, world_size, folder, args):
         # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # not `model`: it would wait for shorter shares
+        val_sums = validate(args, device, val_loader, net)  # not `model`: unequal shares would make it hang
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
