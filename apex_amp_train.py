@@ -13,13 +13,12 @@ zero in float16: so the loss is multiplied by a scale, and the gradients are div
     scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
-TorchAmp below does this. ApexAmp does it with Apex, for old programs: Apex's last tag with amp is 25.04.
+TorchAmp below does this. ApexAmp does the same by Apex, for old programs: its last tag with amp is 25.04.
 --opt-level takes Apex's names: O1 is the above; O2 (only Apex) has float16 weights, and updates float32 copies of
 them; O0 (float32) and O3 (float16) are for comparison.
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
@@ -37,7 +36,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import common
 
 try:
-    import apex.amp  # and with it apex.parallel
+    import apex.amp
 except Exception:  # not installed, without amp (after 25.04), or another package of that name
     apex = None
 
@@ -81,16 +80,16 @@ def main(args):
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
-    amp = ApexAmp(args) if args.backend == "apex" else TorchAmp(args)  # the classes below main
     if args.sync_bn:
-        net = amp.convert_sync_batchnorm(net)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    net, optimizer = amp.initialize(net, optimizer)  # may make the weights float16: DDP must see the final ones
+    # [AMP 1/6] Prepare for mixed precision before DDP: at levels O2 and O3, this makes the weights float16.
+    amp = ApexAmp(args, net, optimizer) if args.backend == "apex" else TorchAmp(args, net, optimizer)
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # optimizer must load after amp
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = amp.wrap(net)  # DDP(net), PyTorch's or Apex's
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids copying gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -106,7 +105,7 @@ def main(args):
         # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: unequal shares would make it hang
+        val_sums = validate(args, device, val_loader, net)  # not `model`: unequal shares would make it hang
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -126,87 +125,6 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
-
-
-class TorchAmp:
-    """Mixed precision by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
-
-    def __init__(self, args):
-        self.args = args
-        # [AMP 1/6] Make the scaler. It holds the scale of the loss, at first 65,536. In O0 and O3 it does nothing.
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
-
-    def convert_sync_batchnorm(self, net):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
-
-    def initialize(self, net, optimizer):
-        self.net, self.optimizer = net, optimizer
-        if self.args.opt_level == "O3":
-            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum uninitialised if step 1 is skipped
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return net, optimizer
-
-    def wrap(self, net):
-        return DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids copying gradients
-
-    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
-        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
-
-    def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all GPUs skip the step.
-        self.scaler.scale(loss).backward()
-        if self.args.clip_grad:
-            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
-            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
-        self.scaler.update()  # halves the scale after a skipped step
-
-    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state):
-        self.scaler.load_state_dict(state)
-
-
-class ApexAmp:
-    """The same by NVIDIA Apex, for old programs."""
-
-    def __init__(self, args):
-        self.args = args
-
-    def convert_sync_batchnorm(self, net):
-        return apex.parallel.convert_syncbn_model(net)
-
-    def initialize(self, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 make the weights float16
-        self.optimizer = optimizer
-        net = net.to(memory_format=torch.contiguous_format)  # Apex's kernels mix up gradients in channels_last
-        return apex.amp.initialize(net, optimizer, opt_level=self.args.opt_level, verbosity=0)
-
-    def wrap(self, net):
-        return apex.parallel.DistributedDataParallel(net)
-
-    def autocast(self):
-        return contextlib.nullcontext()  # initialize() has patched the functions
-
-    def backward_and_step(self, loss):
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
-        if self.args.clip_grad:
-            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
-        self.optimizer.step()  # Apex skips it if the gradients are infinite
-
-    def state_dict(self):  # also the weights that the optimizer updates, in O2 float32 copies
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies now; they and their momentum are loaded next
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -229,22 +147,23 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, amp, model, images, labels, augment):
+def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with amp.autocast():  # torch.autocast; keep this line if you replace compute_loss
+    # [AMP 2/6] In the forward pass, compute in float16 what is safe. Apex's O1 does so by itself.
+    with torch.autocast(args.device, torch.float16, enabled=args.precision == "O1 by torch"):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, device, amp, loader, net):
+def validate(args, device, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -258,6 +177,63 @@ def metrics_from(train_sums, val_sums):
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
 
 
+# ------------------------------------------------------------ Mixed precision by NVIDIA Apex, and by PyTorch
+
+
+class ApexAmp:
+    """Mixed precision by NVIDIA Apex, for old programs."""
+
+    def __init__(self, args, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 make the weights float16
+        self.args = args
+        self.net, self.optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+
+    def backward_and_step(self, loss):
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
+        if self.args.clip_grad:
+            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
+        self.optimizer.step()  # Apex skips it if the gradients are infinite
+
+    def state_dict(self):  # also the weights that the optimizer updates, in O2 float32 copies
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies now; they and their momentum are loaded next
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
+
+
+class TorchAmp:
+    """The same by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
+
+    def __init__(self, args, net, optimizer):
+        self.args, self.net, self.optimizer = args, net, optimizer
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # scale: at first 65,536
+        if args.opt_level == "O3":
+            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum uninitialised if step 1 is skipped
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+
+    def backward_and_step(self, loss):
+        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all GPUs skip the step.
+        self.scaler.scale(loss).backward()
+        if self.args.clip_grad:
+            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
+        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
+        self.scaler.update()  # halves the scale after a skipped step
+
+    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state):
+        self.scaler.load_state_dict(state)
+
+
 # ------------------------------------------------------------ Training and checkpoints
 
 
@@ -269,7 +245,7 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
         amp.backward_and_step(loss)  # scale, backward (DDP averages the gradients), unscale, clip, step, update
         scheduler.step()  # also after a skipped step: it counts batches
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step

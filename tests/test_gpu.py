@@ -89,7 +89,7 @@ def test_levels_train(backend, level):
 
 
 @needs_apex
-def test_apex_averages_gradients_like_torch():  # its CUDA extensions, if there, do not with channels_last networks
+def test_apex_trains_like_torch():  # Apex's own DDP would not: its extensions mix up gradients in channels_last
     flags = ["--opt-level", "O0", "--limit", "120", "--lr", "0.2", "--backend"]
     apex, torch_amp = (losses(run(command("apex_amp_train", *ON_GPU, *flags, name))) for name in ("apex", "torch"))
     assert len(apex) == 10 and apex[:8] == pytest.approx(torch_amp[:8], rel=1e-3)
