@@ -8,12 +8,13 @@ zero in float16: so the loss is multiplied by a scale, and the gradients are div
 
     scaler = torch.amp.GradScaler()
     with torch.autocast("cuda", torch.float16):
-        loss = loss_function(model(images), labels)
+        outputs = model(images)
+    loss = loss_function(outputs.float(), labels)
     scaler.scale(loss).backward()
     scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
-TorchAmp below does this. ApexAmp does the same by Apex, for old programs: its last tag with amp is 25.04.
+TorchAmp below does this. ApexAmp does the same by Apex, for old programs: Apex has no amp after release 25.04.
 --opt-level takes Apex's names: O1 is the above; O2 (only Apex) has float16 weights, and updates float32 copies of
 them; O0 (float32) and O3 (float16) are for comparison.
 """
@@ -83,13 +84,13 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Prepare for mixed precision before DDP: at levels O2 and O3, this makes the weights float16.
-    amp = ApexAmp(args, net, optimizer) if args.backend == "apex" else TorchAmp(args, net, optimizer)
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # optimizer must load after amp
+    # [AMP 1/6] Prepare for mixed precision, before DDP: at levels O2 and O3, the weights become float16.
+    amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids copying gradients
+    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copying gradients, if True
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -144,6 +145,8 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
+    for weight in net.parameters():  # only for fused SGD: if it skips step 1, momentum stays uninitialised
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
@@ -151,7 +154,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     # [AMP 2/6] In the forward pass, compute in float16 what is safe. Apex's O1 does so by itself.
-    with torch.autocast(args.device, torch.float16, enabled=args.precision == "O1 by torch"):
+    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -177,46 +180,18 @@ def metrics_from(train_sums, val_sums):
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Mixed precision by NVIDIA Apex, and by PyTorch
-
-
-class ApexAmp:
-    """Mixed precision by NVIDIA Apex, for old programs."""
-
-    def __init__(self, args, net, optimizer):  # O1 patches PyTorch's functions; O2 and O3 make the weights float16
-        self.args = args
-        self.net, self.optimizer = apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
-
-    def backward_and_step(self, loss):
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()  # at the end of the `with`, Apex divides the gradients by the scale
-        if self.args.clip_grad:
-            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
-        self.optimizer.step()  # Apex skips it if the gradients are infinite
-
-    def state_dict(self):  # also the weights that the optimizer updates, in O2 float32 copies
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies now; they and their momentum are loaded next
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
+# ------------------------------------------------------------ Mixed precision by PyTorch, and by NVIDIA Apex
 
 
 class TorchAmp:
-    """The same by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
+    """Mixed precision by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
 
     def __init__(self, args, net, optimizer):
         self.args, self.net, self.optimizer = args, net, optimizer
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # scale: at first 65,536
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # if not O1, does nothing
         if args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        if isinstance(optimizer, torch.optim.SGD):  # fused SGD leaves momentum uninitialised if step 1 is skipped
-            for group in optimizer.param_groups:
-                for weight in group["params"]:
-                    optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            optimizer.load_state_dict(optimizer.state_dict())  # and the momentum
 
     def backward_and_step(self, loss):
         # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all GPUs skip the step.
@@ -225,13 +200,39 @@ class TorchAmp:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
             nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
         self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
-        self.scaler.update()  # halves the scale after a skipped step
+        self.scaler.update()
 
     def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
         self.scaler.load_state_dict(state)
+
+
+class ApexAmp:
+    """The same by NVIDIA Apex, for old programs."""
+
+    def __init__(self, args, net, optimizer):
+        self.args, self.optimizer = args, optimizer
+        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights float16.
+        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+
+    def backward_and_step(self, loss):
+        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # when the `with` ends, Apex divides the gradients by the scale, and adapts it
+        if self.args.clip_grad:
+            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
+        self.optimizer.step()  # Apex skips it if the gradients are infinite or NaN
+
+    def state_dict(self):  # also the weights that the optimizer updates: at O2, float32 copies of the network's
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies, before they and their momentum are loaded
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
 
 
 # ------------------------------------------------------------ Training and checkpoints

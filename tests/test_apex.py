@@ -15,6 +15,7 @@ from test_recipes import TINY, step_losses
 # Stand-ins for what people have under the name "apex": the files in it.
 PACKAGES = {"none": [], "25.04": ["__init__", "amp", "parallel"], "25.07": ["__init__", "optimizers"]}
 SGD = "SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True"
+MOMENTUM = 'optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)'
 SCALE = ("GradScaler(args.device, ", "GradScaler(args.device, init_scale=256, ")  # nothing overflows by itself
 
 
@@ -62,7 +63,8 @@ def test_a_first_step_that_overflows_is_skipped_and_nothing_else(optimizer, tmp_
     inf = ("_step(loss)  #", "_step(loss * (math.inf if epoch == step == 1 else 1))  #")
     losses = []
     for kind in "fused", "foreach":  # the first skips the step by itself, the other one is not called
-        folder = edited(tmp_path / kind, "apex_amp_train", inf, SCALE, (f"{SGD}, fused", f"{optimizer}, {kind}"))
+        edits = (f"{SGD}, fused", f"{optimizer}, {kind}"), (MOMENTUM, MOMENTUM if optimizer == SGD else "pass")
+        folder = edited(tmp_path / kind, "apex_amp_train", inf, SCALE, *edits)
         flags = [*TINY, *"--epochs 2 --limit 24 --checkpoint run.pt".split()]
         losses.append(step_losses(run(command("apex_amp_train", *flags, nproc=1, folder=folder), cwd=folder)))
         assert torch.load(folder / "run.pt", weights_only=True)["amp"]["scale"] == 128  # halved once

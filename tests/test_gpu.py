@@ -81,9 +81,8 @@ AMP += [pytest.param("apex", level, marks=needs_apex) for level in ("O0", "O1", 
 
 @pytest.mark.parametrize(("backend", "level"), AMP)
 def test_levels_train(backend, level):
-    flags = ["--backend", backend, "--opt-level", level, "--epochs", "3", "--clip-grad", "5"]
-    finished = run(command("apex_amp_train", *ON_GPU, *flags))
-    found = result(finished)
+    flags = ["--backend", backend, "--opt-level", level, "--epochs", "3", "--clip-grad", "5", "--sync-bn"]
+    found = result(run(command("apex_amp_train", *ON_GPU, *flags)))
     assert (found["backend"], found["opt_level"], found["gpus"]) == (backend, level, 2)
     assert found["train_loss"] < 2.5
 
