@@ -20,6 +20,7 @@ them; O0 (float32) and O3 (float16) are for comparison.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -84,9 +85,10 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Prepare for mixed precision, before DDP: at levels O2 and O3, the weights become float16.
+    # [AMP 1/6] Choose PyTorch's or Apex's mixed precision, before DDP: at O2 and O3, it makes the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
+    # `amp` is loaded before `optimizer`: at O2, it makes the copies of the weights that the momentum belongs to.
+    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -106,7 +108,7 @@ def main(args):
         # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # not `model`: unequal shares would make it hang
+        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: unequal shares would make it hang
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -145,28 +147,28 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    for weight in net.parameters():  # only for fused SGD: if it skips step 1, momentum stays uninitialised
+    # Only for fused SGD: if the scaler skips the first step, as it often does, momentum would stay uninitialised.
+    for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
 
 
-def compute_loss(args, model, images, labels, augment):
+def compute_loss(args, amp, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 2/6] In the forward pass, compute in float16 what is safe. Apex's O1 does so by itself.
-    with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch" and args.opt_level == "O1"):
+    with amp.autocast():  # keep this line if you replace compute_loss
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, device, loader, net):
+def validate(args, device, amp, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -184,14 +186,17 @@ def metrics_from(train_sums, val_sums):
 
 
 class TorchAmp:
-    """Mixed precision by PyTorch: the lines at the top of this file, with clipping and checkpoints."""
+    """Mixed precision by PyTorch, as at the top of this file, with clipping and checkpoints."""
 
     def __init__(self, args, net, optimizer):
         self.args, self.net, self.optimizer = args, net, optimizer
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # if not O1, does nothing
         if args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-            optimizer.load_state_dict(optimizer.state_dict())  # and the momentum
+            optimizer.load_state_dict(optimizer.state_dict())  # this casts the momentum to the weights' dtype
+
+    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
+        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
         # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all GPUs skip the step.
@@ -200,7 +205,7 @@ class TorchAmp:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
             nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
         self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
-        self.scaler.update()
+        self.scaler.update()  # adapts the scale
 
     def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
         return self.scaler.state_dict()
@@ -217,6 +222,9 @@ class ApexAmp:
         # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
+    def autocast(self):
+        return contextlib.nullcontext()  # the patched functions compute in float16
+
     def backward_and_step(self, loss):
         with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()  # when the `with` ends, Apex divides the gradients by the scale, and adapts it
@@ -224,12 +232,12 @@ class ApexAmp:
             nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
         self.optimizer.step()  # Apex skips it if the gradients are infinite or NaN
 
-    def state_dict(self):  # also the weights that the optimizer updates: at O2, float32 copies of the network's
+    def state_dict(self):  # masters: the weights that the optimizer updates, at O2 float32 copies of the network's
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies, before they and their momentum are loaded
+        self.optimizer._amp_lazy_init()  # private: Apex would make O2's copies later, in the first step
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
@@ -246,7 +254,7 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
+        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
         amp.backward_and_step(loss)  # scale, backward (DDP averages the gradients), unscale, clip, step, update
         scheduler.step()  # also after a skipped step: it counts batches
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step

@@ -2,9 +2,10 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-The technique is one line: model = nn.DataParallel(net). In each step, model(images) copies the network to all
-GPUs, gives each GPU a part of the batch, calls each copy in a thread, and joins the outputs on GPU 0. Copying, and
-threads that share one Python, make it slow. BatchNorm normalises each part alone, and keeps GPU 0's statistics.
+In each step, nn.DataParallel(net) gives each GPU a part of the batch and a copy of the network, calls each copy in
+a new thread, and joins the outputs on GPU 0. BatchNorm normalises each part alone, and keeps GPU 0's statistics.
+This script calls the copies in a loop: threads are slow, and in them, autocast takes float16 instead of bfloat16.
+One H200 trains on 15,500 images/s; two on 24,500, with nn.DataParallel's threads on 12,200, with DDP on 29,900.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main(args):
         raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles by the global seed; shuffle=True would use `generator` below
+    sampler = RandomSampler(train_set)  # shuffles by the seed of each epoch; shuffle=True would use `generator`
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
@@ -47,17 +48,16 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Start autocast in forward(): if it starts outside, DataParallel's threads use float16, not bfloat16.
-    model = WithAutocast(net, args)
-    # [DP 2/4] Wrap the network. The optimizer and the checkpoints use `net`, whose weights are on GPU 0.
-    if gpus > 1:
-        model = nn.DataParallel(model)
+    # [DP 1/4] Wrap the network. With --precision fp32, nn.DataParallel(net) does the same, but slower.
+    model = DataParallelWithoutThreads(net) if gpus > 1 else net
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)  # so a resumed run goes on like an unbroken one
+        for gpu in range(gpus):  # each GPU draws other numbers, as for dropout
+            torch.cuda.default_generators[gpu].manual_seed(torch.initial_seed() + gpu)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
@@ -68,7 +68,7 @@ def main(args):
         metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        if args.checkpoint:  # save `net`: in `model`, names of weights begin with "net." or "module.net."
+        if args.checkpoint:  # save `net`: in `model`, names of weights begin with "module."
             if metrics["val_accuracy"] > previous_best:
                 save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
@@ -79,14 +79,19 @@ def main(args):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
-class WithAutocast(nn.Module):
-    def __init__(self, net, args):
-        super().__init__()
-        self.net, self.args = net, args
+class DataParallelWithoutThreads(nn.DataParallel):
+    """nn.DataParallel, with a loop instead of threads."""
 
     def forward(self, *inputs, **options):
-        with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.precision == "bf16"):
-            return self.net(*inputs, **options)
+        # [DP 2/4] Give each GPU a part of the batch, and a copy of the network. Both are done in every step.
+        inputs, options = self.scatter(inputs, options, self.device_ids)
+        copies = self.replicate(self.module, self.device_ids[: len(inputs)])
+        # [DP 3/4] Call each copy. All GPUs work at the same time, unless a copy waits for its GPU, as in .item().
+        outputs = []
+        for gpu, copy, arguments, keywords in zip(self.device_ids, copies, inputs, options):
+            with torch.cuda.device(gpu):
+                outputs.append(copy(*arguments, **keywords))
+        return self.gather(outputs, self.output_device)  # joined on GPU 0: the loss is that of the whole batch
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -112,7 +117,8 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    outputs = model(images)  # [DP 3/4] All GPUs' outputs, joined on GPU 0: the loss is that of the whole batch.
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
+        outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -149,7 +155,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] This adds up all GPUs' gradients. No division: `loss` is the mean of the batch.
+        loss.backward()  # [DP 4/4] This adds up the copies' gradients in `net`: they are those of the whole batch.
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
