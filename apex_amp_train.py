@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
-Read ddp_launch_train.py first: it explains DDP, and is enough if your GPU has bfloat16 (Ampere or newer).
+Read ddp_launch_train.py first: it explains DDP (one process per GPU; it averages their gradients), and is enough
+if your GPU has bfloat16 (Ampere or newer).
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. In PyTorch:
 
@@ -69,7 +70,7 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process gets an equal share of each batch: the average of their gradients is the batch's.
+    # [DDP 4/8] All get equal shares of each batch: so the average of their gradients is that of the whole batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -85,14 +86,14 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Choose PyTorch's or Apex's mixed precision, before DDP: at O2 and O3, it makes the weights float16.
+    # The classes below do mixed precision. Before DDP: at levels O2 and O3, they make the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # `amp` is loaded before `optimizer`: at O2, it makes the copies of the weights that the momentum belongs to.
+    # What a checkpoint holds, loaded in this order: at O2, amp makes the weights whose momentum the optimizer has.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copying gradients, if True
+    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copies; fails with Apex's O2
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -105,10 +106,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
+        # [DDP 7/8] The last step changed BatchNorm's statistics in each process by its own share. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: unequal shares would make it hang
+        val_sums = validate(args, device, amp, val_loader, net)  # `model` communicates: unequal shares would hang
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -147,7 +148,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD: if the scaler skips the first step, as it often does, momentum would stay uninitialised.
+    # Only for fused SGD: its first step makes the momentum, but if the scaler skips that step, does not fill it.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -190,7 +191,8 @@ class TorchAmp:
 
     def __init__(self, args, net, optimizer):
         self.args, self.net, self.optimizer = args, net, optimizer
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")  # if not O1, does nothing
+        # [AMP 1/6] Make the gradient scaler. It holds the scale of the loss. At O0 and O3, it does nothing.
+        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
         if args.opt_level == "O3":
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
             optimizer.load_state_dict(optimizer.state_dict())  # this casts the momentum to the weights' dtype
@@ -199,7 +201,7 @@ class TorchAmp:
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. DDP averages the gradients: if one GPU's are infinite, all GPUs skip the step.
+        # [AMP 3/6] Scale the loss. If one GPU's gradients are infinite, so is DDP's average: all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -237,7 +239,7 @@ class ApexAmp:
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
     def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: Apex would make O2's copies later, in the first step
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies now, not in the first step
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])

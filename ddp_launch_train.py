@@ -51,7 +51,7 @@ def main(args):
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] Each process gets an equal share of each batch: the average of their gradients is the batch's.
+    # [DDP 4/8] All get equal shares of each batch: so the average of their gradients is that of the whole batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -84,10 +84,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ after the last step. Take rank 0's, to validate one network.
+        # [DDP 7/8] The last step changed BatchNorm's statistics in each process by its own share. Take rank 0's.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # not `model`: unequal shares would make it hang
+        val_sums = validate(args, device, val_loader, net)  # `model` communicates: unequal shares would hang
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
