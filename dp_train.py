@@ -4,8 +4,8 @@
 
 Usually, this is one line: model = nn.DataParallel(net). In each step, model(images) copies the network to all
 GPUs, gives each GPU a part of the batch, calls each copy in a new thread, and joins the outputs on GPU 0.
-The threads are slow, and do not inherit autocast's bfloat16. So a subclass calls the copies in a loop (images/s: one
-H200 15,500; two by threads 12,200, by the loop 24,500). BatchNorm's statistics are those of GPU 0's part.
+The threads are slow, and do not inherit autocast's bfloat16. So a subclass calls the copies in a loop. Images/s:
+one H200 15,500; two by threads 12,200, by the loop 24,500. BatchNorm's statistics are those of GPU 0's part.
 """
 
 import argparse
