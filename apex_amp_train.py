@@ -4,8 +4,9 @@
 
 Read ddp_launch_train.py first: it explains DDP (one process per GPU; it averages their gradients), and is enough
 if your GPU has bfloat16 (Ampere or newer).
-Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16: so the loss is multiplied by a scale, and the gradients are divided by it. In PyTorch:
+Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
+Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
+the gradients are divided by it before the optimizer's step. In PyTorch:
 
     scaler = torch.amp.GradScaler()
     with torch.autocast("cuda", torch.float16):
@@ -86,14 +87,14 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # The classes below do mixed precision. Before DDP: at levels O2 and O3, they make the weights float16.
+    # Mixed precision is in the classes below. Before DDP, because at O2 and O3 they make the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # What a checkpoint holds, loaded in this order: at O2, amp makes the weights whose momentum the optimizer has.
+    # Loaded in this order: at Apex's O2, amp makes the float32 weights before the optimizer loads their momentum.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copies; fails with Apex's O2
+    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copies; Apex's O2 would fail
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -106,10 +107,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics in each process by its own share. Take rank 0's.
+        # [DDP 7/8] The last forward pass changed BatchNorm's statistics in each process. Send rank 0's once more.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, amp, val_loader, net)  # `model` communicates: unequal shares would hang
+        val_sums = validate(args, device, amp, val_loader, net)  # not `model`: all must call that equally often
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
@@ -148,7 +149,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD: its first step makes the momentum, but if the scaler skips that step, does not fill it.
+    # Only for fused SGD: its first step allocates the momentum, but does not fill it if the scaler skips the step.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -201,7 +202,7 @@ class TorchAmp:
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. If one GPU's gradients are infinite, so is DDP's average: all skip the step.
+        # [AMP 3/6] Scale the loss. If one GPU's gradients are infinite, DDP's average is, too: all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
             self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
@@ -234,7 +235,7 @@ class ApexAmp:
             nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
         self.optimizer.step()  # Apex skips it if the gradients are infinite or NaN
 
-    def state_dict(self):  # masters: the weights that the optimizer updates, at O2 float32 copies of the network's
+    def state_dict(self):  # masters: what the optimizer updates; at O2, float32 weights that `net` has in float16
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 

@@ -2,9 +2,9 @@
 
     python ddp_spawn_train.py        # starts the processes itself, on one machine, also from a notebook
 
-Each process has a copy of the network and its own share of every batch. DDP keeps the copies equal. It sends
-- rank 0's weights to all processes, once, and rank 0's BatchNorm statistics, before each forward pass,
-- the average of all processes' gradients to all of them, in each backward pass.
+Each process has a copy of the network and its own share of every batch. To keep the copies equal, DDP sends
+- once, rank 0's weights (a rank is the number of a process); before each forward pass, its BatchNorm statistics;
+- in each backward pass, the average of all gradients. With fewer passes, a process would let the others wait.
 """
 
 import argparse
@@ -98,10 +98,10 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics in each process by its own share. Take rank 0's.
+        # [DDP 7/8] The last forward pass changed BatchNorm's statistics in each process. Send rank 0's once more.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # `model` communicates: unequal shares would hang
+        val_sums = validate(args, device, val_loader, net)  # not `model`: all must call that equally often
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)
