@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
-Each process has a copy of the network and its own share of every batch. To keep the copies equal, DDP sends
-- once, rank 0's weights (a rank is the number of a process); before each forward pass, its BatchNorm statistics;
-- in each backward pass, the average of all gradients. With fewer passes, a process would let the others wait.
+Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP sends
+- once, rank 0's weights, and before each forward pass, rank 0's BatchNorm statistics, to all processes;
+- in each backward pass, the average of all gradients, to all processes.
+So all processes must run the same number of passes: if one runs fewer, the others wait for it until --timeout.
 """
 
 import argparse
@@ -47,18 +48,18 @@ def main(args):
         raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (NCCL or gloo) after loading the data: a download may exceed --timeout.
+    # [DDP 3/8] Connect the processes (GPUs by NCCL, CPUs by gloo). Not earlier: a download may exceed --timeout.
     timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
 
-    # [DDP 4/8] All get equal shares of each batch: so the average of their gradients is that of the whole batch.
+    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers and spares the global generator
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -84,10 +85,11 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last forward pass changed BatchNorm's statistics in each process. Send rank 0's once more.
+        # [DDP 7/8] DDP sends BatchNorm's statistics before each forward pass. After the last, send rank 0's again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, device, val_loader, net)  # not `model`: all must call that equally often
+        # Validate with `net`: `model` waits for all processes in each pass, and some may have a batch less.
+        val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         previous_best = metrics.get("best_accuracy", -math.inf)

@@ -81,17 +81,17 @@ AMP += [pytest.param("apex", level, marks=needs_apex) for level in ("O0", "O1", 
 
 @pytest.mark.parametrize(("backend", "level"), AMP)
 def test_levels_train(backend, level):
-    flags = ["--backend", backend, "--opt-level", level, "--epochs", "3", "--clip-grad", "5", "--sync-bn"]
-    found = result(run(command("apex_amp_train", *ON_GPU, *flags)))
-    assert (found["backend"], found["opt_level"], found["gpus"]) == (backend, level, 2)
-    assert found["train_loss"] < 2.5
+    flags = ["--backend", backend, "--opt-level", level, "--epochs", "3", "--clip-grad", "5"]
+    found = result(run(command("apex_amp_train", *ON_GPU, *flags, *["--sync-bn"] * (level != "O3"))))
+    assert (found["precision"], found["gpus"]) == (f"{level} by {backend}", 2) and found["train_loss"] < 2.5
 
 
 @needs_apex
-def test_apex_trains_like_torch():  # Apex's own DDP would not: its extensions mix up gradients in channels_last
-    flags = ["--opt-level", "O0", "--limit", "120", "--lr", "0.2", "--backend"]
-    apex, torch_amp = (losses(run(command("apex_amp_train", *ON_GPU, *flags, name))) for name in ("apex", "torch"))
-    assert len(apex) == 10 and apex[:8] == pytest.approx(torch_amp[:8], rel=1e-3)
+def test_apex_trains_like_torch():  # its kernels copy gradients memory to memory: they could mix them up
+    flags = [*ON_GPU, *"--arch resnet50 --image-size 32 --limit 4096 --batch-size 256 --lr 0.4".split()]
+    levels = "torch --opt-level O1", "apex --opt-level O1", "apex --opt-level O2"
+    amp, o1, o2 = (losses(run(command("apex_amp_train", *flags, "--backend", *level.split()))) for level in levels)
+    assert len(amp) == 16 and o1[:8] + o2[:8] == pytest.approx(amp[:8] * 2, rel=0.1)
 
 
 @pytest.mark.parametrize(("backend", "level"), [AMP[1], AMP[4], AMP[5]])
