@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP sends
-- once, rank 0's weights, and before each forward pass, rank 0's BatchNorm statistics, to all processes;
+- once, rank 0's weights, and before each forward pass in training, its BatchNorm statistics, to all processes;
 - in each backward pass, the average of all gradients, to all processes.
-So all processes must run the same number of passes: if one runs fewer, the others wait for it until --timeout.
+So all processes must train for the same number of steps: if one stops early, the others wait until --timeout.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers and spares the global generator
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else the global one would seed the workers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -85,10 +85,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP sends BatchNorm's statistics before each forward pass. After the last, send rank 0's again.
+        # [DDP 7/8] Since the last step, BatchNorm's statistics differ. Send rank 0's: all validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: `model` waits for all processes in each pass, and some may have a batch less.
+        # Do it with `net`: the first pass of `model` would communicate, and hang if a process had no images.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
