@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
-Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP sends
-- once, rank 0's weights, and before each forward pass in training, its BatchNorm statistics, to all processes;
-- in each backward pass, the average of all gradients, to all processes.
+Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
+- copies rank 0's weights to all processes, once;
+- copies rank 0's BatchNorm statistics to all processes, before each forward pass in training;
+- averages the gradients of all processes, in each backward pass.
 So all processes must train for the same number of steps: if one stops early, the others wait until --timeout.
 """
 
@@ -59,7 +60,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else the global one would seed the workers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # so a resumed run draws the same numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -88,7 +89,7 @@ def main(args):
         # [DDP 7/8] Since the last step, BatchNorm's statistics differ. Send rank 0's: all validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Do it with `net`: the first pass of `model` would communicate, and hang if a process had no images.
+        # Validate with `net`: the first pass of `model` would communicate, and hang if a process had no images.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)

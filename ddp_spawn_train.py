@@ -1,10 +1,11 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # starts the processes itself, on one machine, also from a notebook
+    python ddp_spawn_train.py        # a process for each GPU (or each in CUDA_VISIBLE_DEVICES) of one machine
 
-Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP sends
-- once, rank 0's weights, and before each forward pass in training, its BatchNorm statistics, to all processes;
-- in each backward pass, the average of all gradients, to all processes.
+Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
+- copies rank 0's weights to all processes, once;
+- copies rank 0's BatchNorm statistics to all processes, before each forward pass in training;
+- averages the gradients of all processes, in each backward pass.
 So all processes must train for the same number of steps: if one stops early, the others wait until --timeout.
 """
 
@@ -72,7 +73,7 @@ def main(rank, world_size, folder, args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else the global one would seed the workers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # so a resumed run draws the same numbers
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # faster than to spawn them; they use no CUDA
     )
@@ -102,7 +103,7 @@ def main(rank, world_size, folder, args):
         # [DDP 7/8] Since the last step, BatchNorm's statistics differ. Send rank 0's: all validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Do it with `net`: the first pass of `model` would communicate, and hang if a process had no images.
+        # Validate with `net`: the first pass of `model` would communicate, and hang if a process had no images.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)

@@ -3,7 +3,7 @@
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 In each step, nn.DataParallel(net) copies the network to all GPUs, gives each GPU a part of the batch, calls each
-copy in a new thread, and joins the outputs on GPU 0. BatchNorm's running statistics are those of GPU 0's part.
+copy in a new thread, and joins the outputs on GPU 0. BatchNorm normalises each part, and keeps GPU 0's statistics.
 Its threads are slow, and in them, autocast takes float16, not bfloat16: so the class below has a loop instead.
 Images/s in bfloat16, 512 per GPU: one H200 15,500; two by threads 12,200, by the loop 21,800 to 24,500.
 """
@@ -38,7 +38,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # else the global one would seed the workers
+        generator=torch.Generator().manual_seed(args.seed),  # so a resumed run draws the same numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -48,7 +48,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network: see the class below. The optimizer and the checkpoints use `net`, on GPU 0.
+    # [DP 1/4] Wrap the network: nn.DataParallel(net), but by the class below. Optimizer and checkpoints use `net`.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -81,8 +81,7 @@ class DataParallelWithoutThreads(nn.DataParallel):
     """nn.DataParallel, with a loop instead of threads."""
 
     def parallel_apply(self, replicas, inputs, kwargs):  # nn.DataParallel calls this in each step
-        # [DP 2/4] Call each copy. That only queues work for its GPU: so all GPUs work at the same time, unless
-        # the network waits for its GPU, as in .item().
+        # [DP 2/4] Call each copy. That only queues work: so all GPUs work at once, unless a call waits (.item()).
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):
