@@ -8,7 +8,7 @@ Each process (its number is its rank) has a copy of the network and its own shar
 - averages the gradients of all processes, in each backward pass.
 So all processes must train for the same number of steps: if one stops early, the others wait until --timeout.
 
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs nothing of what follows.
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale.
 Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
 Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
 the gradients are divided by it before the optimizer's step. In PyTorch:
@@ -16,14 +16,18 @@ the gradients are divided by it before the optimizer's step. In PyTorch:
     scaler = torch.amp.GradScaler()
     with torch.autocast("cuda", torch.float16):
         outputs = model(images)
-    loss = loss_function(outputs.float(), labels)
+    loss = loss_function(outputs.float(), labels)  # in float32
     scaler.scale(loss).backward()
     scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
 TorchAmp below does this. ApexAmp does the same by Apex, for old programs: Apex has no amp after release 25.04.
---opt-level takes Apex's names: O1 is the above; O2 (only Apex) has float16 weights, and updates float32 copies of
-them; O0 (float32) and O3 (float16) are for comparison.
+The names of the levels (--opt-level) are Apex's. New programs need O1 alone.
+
+    O0    float32
+    O1    mixed precision, as above
+    O2    float16 weights; the optimizer updates float32 copies of them (by Apex only)
+    O3    all in float16, without a scale: for comparison
 """
 
 import argparse
@@ -94,12 +98,12 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     # Mixed precision is in the classes below. Before DDP, because at O2 and O3 they make the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # Loaded in this order: at Apex's O2, amp makes the float32 weights before the optimizer loads their momentum.
+    # They are loaded in this order: at Apex's O2, `amp` makes the float32 weights that `optimizer` updates.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copies; Apex's O2 would fail
+    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # saves a copy; Apex's O2 cannot detach views
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -155,7 +159,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD: its first step allocates the momentum, but does not fill it if the scaler skips the step.
+    # Only for fused SGD: if the scaler skips its first step, its momentum stays uninitialised. So begin with zeros.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -204,19 +208,23 @@ class TorchAmp:
             net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
             optimizer.load_state_dict(optimizer.state_dict())  # this casts the momentum to the weights' dtype
 
-    def autocast(self):  # [AMP 2/6] In the forward pass, compute in float16 what is safe.
+    def autocast(self):
+        # [AMP 2/6] In the forward pass, compute in float16 what is safe.
         return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
 
     def backward_and_step(self, loss):
         # [AMP 3/6] Scale the loss. If one GPU's gradients are infinite, DDP's average is, too: all skip the step.
         self.scaler.scale(loss).backward()
         if self.args.clip_grad:
-            self.scaler.unscale_(self.optimizer)  # [AMP 4/6] Divide the gradients by the scale before clipping.
+            # [AMP 4/6] Divide the gradients by the scale before clipping.
+            self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        self.scaler.step(self.optimizer)  # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step.
-        self.scaler.update()  # adapts the scale
+        # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step. Then adapt the scale.
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
-    def state_dict(self):  # [AMP 6/6] Save the scale in the checkpoint.
+    def state_dict(self):
+        # [AMP 6/6] Save the scale in the checkpoint.
         return self.scaler.state_dict()
 
     def load_state_dict(self, state):
@@ -241,7 +249,7 @@ class ApexAmp:
             nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
         self.optimizer.step()  # Apex skips it if the gradients are infinite or NaN
 
-    def state_dict(self):  # masters: what the optimizer updates; at O2, float32 weights that `net` has in float16
+    def state_dict(self):  # with the weights that the optimizer updates: at O2, float32 copies of those of `net`
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
