@@ -27,7 +27,7 @@ The names of the levels (--opt-level) are Apex's. New programs need O1 alone.
     O0    float32
     O1    mixed precision, as above
     O2    float16 weights; the optimizer updates float32 copies of them (by Apex only)
-    O3    all in float16, without a scale: for comparison
+    O3    float16, without a scale: for comparison
 """
 
 import argparse
@@ -103,7 +103,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # saves a copy; Apex's O2 cannot detach views
+    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # saves copies; Apex's O2 would fail
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -159,7 +159,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD: if the scaler skips its first step, its momentum stays uninitialised. So begin with zeros.
+    # Only for fused SGD: if the scaler skips the first step, momentum stays uninitialised. So begin with zeros.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -232,7 +232,7 @@ class TorchAmp:
 
 
 class ApexAmp:
-    """The same by NVIDIA Apex, for old programs."""
+    """The same by NVIDIA Apex, for old programs. With PyTorch's DDP, apex.parallel is not needed."""
 
     def __init__(self, args, net, optimizer):
         self.args, self.optimizer = args, optimizer

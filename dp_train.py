@@ -48,7 +48,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network: nn.DataParallel(net), but by the class below. Optimizer and checkpoints use `net`.
+    # [DP 1/4] Wrap the network. The plain way is nn.DataParallel(net): the class below only replaces its threads.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
