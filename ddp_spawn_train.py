@@ -103,7 +103,7 @@ def main(rank, world_size, folder, args):
         # [DDP 7/8] Since the last step, BatchNorm's statistics differ. Send rank 0's: all validate one network.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: the first pass of `model` would communicate, and hang if a process had no images.
+        # Validate with `net`: a pass through `model` may wait for the other processes, which may have no images.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
