@@ -6,7 +6,7 @@ Each process (its number is its rank) has a copy of the network and its own shar
 - copies rank 0's weights to all processes, once;
 - copies rank 0's BatchNorm statistics to all processes, before each forward pass in training;
 - averages the gradients of all processes, in each backward pass.
-So all processes must train for the same number of steps: if one stops early, the others wait until --timeout.
+So all processes must train for the same number of steps: if one skips a step, the others wait until --timeout.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Since the last step, BatchNorm's statistics differ. Send rank 0's: all validate one network.
+        # [DDP 7/8] DDP copies BatchNorm's statistics before each step. The last one changed them: copy them again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a pass through `model` may wait for the other processes, which may have no images.
