@@ -87,7 +87,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # so a resumed run draws the same numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -98,12 +98,12 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     # Mixed precision is in the classes below. Before DDP, because at O2 and O3 they make the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # They are loaded in this order: at Apex's O2, `amp` makes the float32 weights that `optimizer` updates.
+    # Checkpoints load in this order: at Apex's O2, `amp` makes the float32 weights that `optimizer` updates.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # saves copies; Apex's O2 would fail
+    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copies; fails with Apex's O2
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -236,7 +236,7 @@ class ApexAmp:
 
     def __init__(self, args, net, optimizer):
         self.args, self.optimizer = args, optimizer
-        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights float16.
+        # This changes `net` and `optimizer`. O1 patches PyTorch's functions; O2 and O3 make the weights float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def autocast(self):

@@ -5,7 +5,7 @@
 In each step, nn.DataParallel(net) copies the network to all GPUs, gives each GPU a part of the batch, calls each
 copy in a new thread, and joins the outputs on GPU 0. BatchNorm normalises each part, and keeps GPU 0's statistics.
 Its threads are slow, and in them, autocast takes float16, not bfloat16: so the class below has a loop instead.
-Images/s in bfloat16, 512 per GPU: one H200 15,500; two by threads 12,200, by the loop 21,800 to 24,500.
+Images/s in bfloat16, 512 per GPU: one H200 15,500; two by threads 12,200, by the loop 17,600 to 24,500.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # so a resumed run draws the same numbers
+        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers; the global one shuffles
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
