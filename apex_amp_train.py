@@ -3,12 +3,10 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
-- copies rank 0's weights to all processes, once;
-- copies rank 0's BatchNorm statistics to all processes, before each forward pass in training;
-- averages the gradients of all processes, in each backward pass.
-So all processes must train for the same number of steps: if one skips a step, the others wait until --timeout.
+- copies rank 0's weights to all processes once, and its BatchNorm statistics before each forward pass in training;
+- averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale.
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 has the range of float32.
 Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
 Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
 the gradients are divided by it before the optimizer's step. In PyTorch:
@@ -70,15 +68,13 @@ def main(args):
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    if args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    if args.batch_size > len(train_set) or args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (GPUs by NCCL, CPUs by gloo). Not earlier: a download may exceed --timeout.
-    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one ever waits for --timeout, the run ends.
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
 
     # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
@@ -87,7 +83,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # for the workers' seed: differs by rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -96,14 +92,14 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # Mixed precision is in the classes below. Before DDP, because at O2 and O3 they make the weights float16.
+    # Mixed precision, by one of the classes below. Before DDP, because at O2 and O3 it makes the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # Checkpoints load in this order: at Apex's O2, `amp` makes the float32 weights that `optimizer` updates.
+    # The order in which checkpoints load. At Apex's O2, `amp` makes the float32 weights that `optimizer` updates.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.backend == "torch")  # avoids copies; fails with Apex's O2
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # avoids copies; fails at Apex's O2
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -116,24 +112,17 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies BatchNorm's statistics before each step. The last one changed them: copy them again.
+        # [DDP 7/8] BatchNorm's statistics differ after the last step: copy those of rank 0 to all. Then validate.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: a pass through `model` may wait for the other processes, which may have no images.
+        # Not with `model`: DDP's forward pass may wait for other processes, and these may have fewer images.
         val_sums = validate(args, device, amp, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
-        previous_best = metrics.get("best_accuracy", -math.inf)
-        metrics = metrics_from(train_sums, val_sums)
-        if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
-        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
-        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
+        metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
         # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
         if args.checkpoint and rank == 0:
-            if metrics["val_accuracy"] > previous_best:
-                save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
@@ -159,7 +148,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD: if the scaler skips the first step, momentum stays uninitialised. So begin with zeros.
+    # Fused SGD makes momentum buffers without filling them, and the scaler may skip the step that would fill them.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -236,7 +225,7 @@ class ApexAmp:
 
     def __init__(self, args, net, optimizer):
         self.args, self.optimizer = args, optimizer
-        # This changes `net` and `optimizer`. O1 patches PyTorch's functions; O2 and O3 make the weights float16.
+        # In place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def autocast(self):
@@ -278,9 +267,17 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    if args.device == "cuda":
-        torch.cuda.synchronize()  # wait for the GPU; only then read the clock
+    loss.item()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
+
+
+def report(epoch, metrics, speed, previous):
+    """Add the best accuracy so far and the speed to the metrics of this epoch. Print and return them."""
+    metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
+    print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
+    if not all(map(math.isfinite, metrics.values())):
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr")
+    return metrics
 
 
 def save_atomically(state, path):
@@ -290,13 +287,16 @@ def save_atomically(state, path):
 
 
 def save_checkpoint(args, stateful, epoch, metrics):
+    """Save all that a resumed run needs, and, if no epoch before was better, the weights in FILE.best."""
     states = {name: part.state_dict() for name, part in stateful.items()}
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+        save_atomically(states["net"], f"{args.checkpoint}.best")
     save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
 
 
 def load_checkpoint(args, stateful):
     """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
-    epochs_done, metrics = 0, {}
+    epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
@@ -343,10 +343,9 @@ def parse_args(argv=None):
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
-        least = 0 if name in ("workers", "seed") or type(value) is float else 1
-        if type(value) in (int, float) and not value >= least:  # refuses NaN, too
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not (value > 0 or value == 0 and name in ("lr", "seed", "workers")):
+            parser.error(f"--{name.replace('_', '-')} must not be {value}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

@@ -3,10 +3,8 @@
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
-- copies rank 0's weights to all processes, once;
-- copies rank 0's BatchNorm statistics to all processes, before each forward pass in training;
-- averages the gradients of all processes, in each backward pass.
-So all processes must train for the same number of steps: if one skips a step, the others wait until --timeout.
+- copies rank 0's weights to all processes once, and its BatchNorm statistics before each forward pass in training;
+- averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 """
 
 import argparse
@@ -43,15 +41,13 @@ def main(args):
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    if args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size is more than the {len(train_set)} training images")
-    if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size must be divisible by the number of processes, {world_size}")
+    if args.batch_size > len(train_set) or args.batch_size % world_size:
+        raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes (GPUs by NCCL, CPUs by gloo). Not earlier: a download may exceed --timeout.
-    timeout = datetime.timedelta(seconds=args.timeout)  # if a process waits this long for another, the run ends
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one ever waits for --timeout, the run ends.
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
 
     # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
@@ -60,7 +56,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # for the workers' seed: differs by rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -86,24 +82,17 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies BatchNorm's statistics before each step. The last one changed them: copy them again.
+        # [DDP 7/8] BatchNorm's statistics differ after the last step: copy those of rank 0 to all. Then validate.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: a pass through `model` may wait for the other processes, which may have no images.
+        # Not with `model`: DDP's forward pass may wait for other processes, and these may have fewer images.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
-        previous_best = metrics.get("best_accuracy", -math.inf)
-        metrics = metrics_from(train_sums, val_sums)
-        if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr: {metrics}")
-        metrics |= dict(best_accuracy=max(previous_best, metrics["val_accuracy"]), images_per_second=speed)
-        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
+        metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
         # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
         if args.checkpoint and rank == 0:
-            if metrics["val_accuracy"] > previous_best:
-                save_atomically(net.state_dict(), f"{args.checkpoint}.best")
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
@@ -182,9 +171,17 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         sums[1] += len(labels)
         if step % args.log_every == 0:
             print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    if args.device == "cuda":
-        torch.cuda.synchronize()  # wait for the GPU; only then read the clock
+    loss.item()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
+
+
+def report(epoch, metrics, speed, previous):
+    """Add the best accuracy so far and the speed to the metrics of this epoch. Print and return them."""
+    metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
+    print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
+    if not all(map(math.isfinite, metrics.values())):
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr")
+    return metrics
 
 
 def save_atomically(state, path):
@@ -194,13 +191,16 @@ def save_atomically(state, path):
 
 
 def save_checkpoint(args, stateful, epoch, metrics):
+    """Save all that a resumed run needs, and, if no epoch before was better, the weights in FILE.best."""
     states = {name: part.state_dict() for name, part in stateful.items()}
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+        save_atomically(states["net"], f"{args.checkpoint}.best")
     save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
 
 
 def load_checkpoint(args, stateful):
     """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
-    epochs_done, metrics = 0, {}
+    epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
             saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
@@ -246,10 +246,9 @@ def parse_args(argv=None):
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():  # counts begin at 1, all other numbers at 0
-        least = 0 if name in ("workers", "seed") or type(value) is float else 1
-        if type(value) in (int, float) and not value >= least:  # refuses NaN, too
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not (value > 0 or value == 0 and name in ("lr", "seed", "workers")):
+            parser.error(f"--{name.replace('_', '-')} must not be {value}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

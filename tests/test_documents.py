@@ -17,7 +17,8 @@ MOST_LINES = {"dp_train.py": 245, "ddp_launch_train.py": 265, "ddp_spawn_train.p
 MOST_LINES |= {"common.py": 120, "run_all.sh": 150, "README.md": 260, "all tests": 1400}
 MOST_CHANGES = {"dp to ddp_launch": 110, "ddp_launch to ddp_spawn": 45, "ddp_launch to apex_amp": 150}
 REPLACED = "load_data build_network build_optimizer compute_loss validate metrics_from".split()
-ORDER = ["main", *REPLACED, *"train_epoch save_atomically save_checkpoint load_checkpoint parse_args".split()]
+ORDER = ["main", *REPLACED, "train_epoch", "report"]
+ORDER += ["save_atomically", "save_checkpoint", "load_checkpoint", "parse_args"]
 # The commands of README, and of the texts at the top of the scripts, that start a script.
 COMMANDS = [text.split('"""')[1] for name, text in TEXTS.items() if name.endswith(".py")]
 COMMANDS = "\n".join(COMMANDS + [block for kind, block in BLOCKS if kind == "bash"]).replace("\\\n", " ")

@@ -14,8 +14,8 @@ SECTION = (ROOT / "README.md").read_text().partition("## Your own model and data
 FUNCTIONS, INFERENCE = re.findall(r"```python\n(.*?)```", SECTION, re.S)
 ACCUMULATE, METRIC = re.findall(r"```diff\n(.*?)```", SECTION, re.S)
 LAST_IS_WORST = """
-         metrics = metrics_from(train_sums, val_sums)
-+        metrics["val_accuracy"] -= epoch == args.epochs
+         dist.all_reduce(val_sums)
++        val_sums[1] -= val_sums[2] * (epoch == args.epochs)  # one less for each image
 """
 
 
