@@ -6,10 +6,10 @@ Each process (its number is its rank) has a copy of the network and its own shar
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each forward pass in training;
 - averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 has the range of float32.
 Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
 Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
-the gradients are divided by it before the optimizer's step. In PyTorch:
+the gradients are divided by it before the optimizer's step. bfloat16 has float32's range, and needs no scale: if
+your GPU has it (Ampere or newer), use ddp_launch_train.py. In PyTorch:
 
     scaler = torch.amp.GradScaler()
     with torch.autocast("cuda", torch.float16):
@@ -20,12 +20,12 @@ the gradients are divided by it before the optimizer's step. In PyTorch:
     scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
 
 TorchAmp below does this. ApexAmp does the same by Apex, for old programs: Apex has no amp after release 25.04.
-The names of the levels (--opt-level) are Apex's. New programs need O1 alone.
+The levels (--opt-level) have Apex's names. New programs need O1 alone; the others are for old ones and to compare.
 
     O0    float32
     O1    mixed precision, as above
     O2    float16 weights; the optimizer updates float32 copies of them (by Apex only)
-    O3    float16, without a scale: for comparison
+    O3    float16, without a scale
 """
 
 import argparse
@@ -72,18 +72,18 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one ever waits for --timeout, the run ends.
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits for --timeout seconds, all end.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
 
     # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, equal
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # for the workers' seed: differs by rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # workers' seed; else resumed runs would differ
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -91,10 +91,12 @@ def main(args):
 
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
+    if args.precision == "O3 by torch":  # float16 weights and images; ApexAmp below does this itself
+        net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # Mixed precision, by one of the classes below. Before DDP, because at O2 and O3 it makes the weights float16.
+    # The calls of mixed precision are in the classes below. Before DDP, as Apex may make the weights float16.
     amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # The order in which checkpoints load. At Apex's O2, `amp` makes the float32 weights that `optimizer` updates.
+    # Loaded in this order: at Apex's O2, `amp` must make its float32 weights before `optimizer` gets its state.
     stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
@@ -112,10 +114,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ after the last step: copy those of rank 0 to all. Then validate.
+        # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Not with `model`: DDP's forward pass may wait for other processes, and these may have fewer images.
+        # Validate with `net`: a forward pass of `model` may wait for a process that has no images left.
         val_sums = validate(args, device, amp, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -145,10 +147,10 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
+    """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Fused SGD makes momentum buffers without filling them, and the scaler may skip the step that would fill them.
+    # For fused SGD alone: if the scaler skips the first step, nothing has filled the momentum: begin with zeros.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -193,9 +195,6 @@ class TorchAmp:
         self.args, self.net, self.optimizer = args, net, optimizer
         # [AMP 1/6] Make the gradient scaler. It holds the scale of the loss. At O0 and O3, it does nothing.
         self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
-        if args.opt_level == "O3":
-            net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-            optimizer.load_state_dict(optimizer.state_dict())  # this casts the momentum to the weights' dtype
 
     def autocast(self):
         # [AMP 2/6] In the forward pass, compute in float16 what is safe.
@@ -295,7 +294,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
+    """Load the checkpoint, if any, in all processes. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -304,7 +303,7 @@ def load_checkpoint(args, stateful):
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -344,7 +343,8 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and name in ("lr", "seed", "workers")):
+        zero_is_fine = value == 0 and name in ("seed", "workers")
+        if type(value) in (int, float) and not value > 0 and not zero_is_fine:
             parser.error(f"--{name.replace('_', '-')} must not be {value}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")

@@ -1,4 +1,4 @@
-"""CIFAR-10, the ResNet, printing and seeding, for all four scripts. Copy this file together with a script."""
+"""CIFAR-10, the ResNet, printing and seeding. Copy this file together with a training script."""
 
 import builtins
 import functools

@@ -45,18 +45,18 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one ever waits for --timeout, the run ends.
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits for --timeout seconds, all end.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
 
     # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffles
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, equal
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # for the workers' seed: differs by rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # workers' seed; else resumed runs would differ
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -69,7 +69,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; avoids copying gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # the flag avoids copying the gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -82,10 +82,10 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] BatchNorm's statistics differ after the last step: copy those of rank 0 to all. Then validate.
+        # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Not with `model`: DDP's forward pass may wait for other processes, and these may have fewer images.
+        # Validate with `net`: a forward pass of `model` may wait for a process that has no images left.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -115,7 +115,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. OneCycleLR varies learning rate and momentum (0.95 to 0.85 and back)."""
+    """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
@@ -199,7 +199,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
+    """Load the checkpoint, if any, in all processes. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -208,7 +208,7 @@ def load_checkpoint(args, stateful):
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir precision compile workers log_every checkpoint timeout device".split()
+        may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
         for name, value in flags.items():  # all other flags must be those of the checkpoint
             if name not in may_differ and value != getattr(args, name, value):
                 raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
@@ -247,7 +247,8 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and name in ("lr", "seed", "workers")):
+        zero_is_fine = value == 0 and name in ("seed", "workers")
+        if type(value) in (int, float) and not value > 0 and not zero_is_fine:
             parser.error(f"--{name.replace('_', '-')} must not be {value}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")

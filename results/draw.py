@@ -3,7 +3,7 @@
     pip install matplotlib
     python results/draw.py results/2026-11-22-h200
 
-writes batches.svg (images/s over images per GPU, with and without --compile; from batches.txt and peers.txt),
+writes batches.svg (images/s over images per GPU, with and without --compile; from batches.txt and two_gpus.txt),
 accuracy.svg (test accuracy over seconds; from accuracy.txt) and profile.svg (what a GPU does in one step; from
 profile.json.gz), each if its files are there.
 """
@@ -11,6 +11,7 @@ profile.json.gz), each if its files are there.
 import gzip
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -41,15 +42,19 @@ def save(figure, path):
 
 
 def draw_batches(folder):
-    """Two lines, eager and compiled: the speed of the last epoch over the number of images per GPU."""
+    """Two lines, eager and compiled: the speed of the last epoch, the median of all runs, over images per GPU."""
     figure, axis = plt.subplots(figsize=(6, 3.5))
-    runs = [result for result, _ in read(folder / "batches.txt", folder / "peers.txt")]
+    runs = [result for result, _ in read(folder / "batches.txt", folder / "two_gpus.txt")]
+    runs = [run for run in runs if run["script"] == "ddp_launch_train.py" and run["gpus"] == 2]
     for compile, label in (True, "--compile"), (False, "eager"):
         chosen = [run for run in runs if run["compile"] == compile]
-        points = sorted({run["batch_size"] // run["gpus"]: run["images_per_second"] for run in chosen}.items())
+        speeds = {run["batch_size"] // 2: [] for run in chosen}
+        for run in chosen:
+            speeds[run["batch_size"] // 2].append(run["images_per_second"])
+        points = sorted((images, statistics.median(speed)) for images, speed in speeds.items())
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
-            axis.annotate(f"{speed:,.0f}", (images, speed), (0, 6), textcoords="offset points", ha="center")
+            axis.annotate(f"{speed:,.0f}", (images, speed), (0, 6 if compile else -14), textcoords="offset points", ha="center")
     axis.set_xscale("log", base=2)
     axis.set_xticks([images for images, _ in points], [images for images, _ in points])
     axis.set(xlabel="images per GPU and step", ylabel="images/s over both GPUs", ylim=(0, 50_000))
