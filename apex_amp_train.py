@@ -3,23 +3,15 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
-- copies rank 0's weights to all processes once, and its BatchNorm statistics before each forward pass in training;
+- copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
 - averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 
 Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
 Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
-the gradients are divided by it before the optimizer's step. bfloat16 has float32's range, and needs no scale: if
-your GPU has it (Ampere or newer), use ddp_launch_train.py. In PyTorch:
+the gradients are divided by it before the optimizer's step. The steps [AMP 1/6] to [AMP 6/6] do this by torch.amp.
+bfloat16 has float32's range, and needs no scale: if your GPU has it (Ampere or newer), use ddp_launch_train.py.
 
-    scaler = torch.amp.GradScaler()
-    with torch.autocast("cuda", torch.float16):
-        outputs = model(images)
-    loss = loss_function(outputs.float(), labels)  # in float32
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)  # divides the gradients by the scale; if they are infinite or NaN, it skips the step
-    scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
-
-TorchAmp below does this. ApexAmp does the same by Apex, for old programs: Apex has no amp after release 25.04.
+For old programs, ApexScaler at the end does the same by NVIDIA Apex, which has no amp after release 25.04.
 The levels (--opt-level) have Apex's names. New programs need O1 alone; the others are for old ones and to compare.
 
     O0    float32
@@ -29,7 +21,6 @@ The levels (--opt-level) have Apex's names. New programs need O1 alone; the othe
 """
 
 import argparse
-import contextlib
 import datetime
 import json
 import math
@@ -66,42 +57,42 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
 
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits for --timeout seconds, all end.
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
-
-    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, equal
+    # [DDP 4/8] Equal shares of each batch: then DDP's average is the whole batch's gradient, but for BatchNorm.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # workers' seed; else resumed runs would differ
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting workers draws a global number
         pin_memory=cuda,
     )
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
     val_loader = DataLoader(val_set, **loading)
 
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
-    if args.precision == "O3 by torch":  # float16 weights and images; ApexAmp below does this itself
-        net.half().register_forward_pre_hook(lambda module, inputs: inputs[0].half())
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # The calls of mixed precision are in the classes below. Before DDP, as Apex may make the weights float16.
-    amp = TorchAmp(args, net, optimizer) if args.backend == "torch" else ApexAmp(args, net, optimizer)
-    # Loaded in this order: at Apex's O2, `amp` must make its float32 weights before `optimizer` gets its state.
-    stateful = dict(net=net, amp=amp, optimizer=optimizer, scheduler=scheduler)
+    # [AMP 1/6] Make the gradient scaler, which holds the scale of the loss. It does nothing unless enabled.
+    scaler = torch.amp.GradScaler(args.device, enabled=args.use_amp)
+    if not args.use_amp:
+        scaler = initialize_other_level(args, net, optimizer, scaler)  # for old programs, and to compare
+    # [AMP 2/6] Save the scale, too. (The order of loading matters for Apex alone: see ApexScaler.load_state_dict.)
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # avoids copies; fails at Apex's O2
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # avoids copying gradients; fails at O2
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -112,13 +103,13 @@ def main(args):
         # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
-        train_sums, speed = train_epoch(args, device, amp, epoch, train_loader, model, optimizer, scheduler)
+        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
 
         # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: a forward pass of `model` may wait for a process that has no images left.
-        val_sums = validate(args, device, amp, val_loader, net)
+        # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
+        val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
@@ -150,28 +141,29 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # For fused SGD alone: if the scaler skips the first step, nothing has filled the momentum: begin with zeros.
+    # Only for fused SGD: it leaves the momentum uninitialised if the scaler skips the first step. So set it to 0.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
 
 
-def compute_loss(args, amp, model, images, labels, augment):
+def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    with amp.autocast():  # keep this line if you replace compute_loss
+    # [AMP 3/6] In the forward pass, compute in float16 what is safe. Keep this line if you replace compute_loss.
+    with torch.autocast(args.device, torch.float16, enabled=args.use_amp):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
-def validate(args, device, amp, loader, net):
+def validate(args, device, loader, net):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
     net.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, amp, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, net, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -185,73 +177,10 @@ def metrics_from(train_sums, val_sums):
     return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Mixed precision by PyTorch, and by NVIDIA Apex
-
-
-class TorchAmp:
-    """Mixed precision by PyTorch, as at the top of this file, with clipping and checkpoints."""
-
-    def __init__(self, args, net, optimizer):
-        self.args, self.net, self.optimizer = args, net, optimizer
-        # [AMP 1/6] Make the gradient scaler. It holds the scale of the loss. At O0 and O3, it does nothing.
-        self.scaler = torch.amp.GradScaler(args.device, enabled=args.opt_level == "O1")
-
-    def autocast(self):
-        # [AMP 2/6] In the forward pass, compute in float16 what is safe.
-        return torch.autocast(self.args.device, torch.float16, enabled=self.args.opt_level == "O1")
-
-    def backward_and_step(self, loss):
-        # [AMP 3/6] Scale the loss. If one GPU's gradients are infinite, DDP's average is, too: all skip the step.
-        self.scaler.scale(loss).backward()
-        if self.args.clip_grad:
-            # [AMP 4/6] Divide the gradients by the scale before clipping.
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.net.parameters(), self.args.clip_grad)
-        # [AMP 5/6] Divide the gradients by the scale, if not done yet, and step. Then adapt the scale.
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def state_dict(self):
-        # [AMP 6/6] Save the scale in the checkpoint.
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state):
-        self.scaler.load_state_dict(state)
-
-
-class ApexAmp:
-    """The same by NVIDIA Apex, for old programs. With PyTorch's DDP, apex.parallel is not needed."""
-
-    def __init__(self, args, net, optimizer):
-        self.args, self.optimizer = args, optimizer
-        # In place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
-        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
-
-    def autocast(self):
-        return contextlib.nullcontext()  # the patched functions compute in float16
-
-    def backward_and_step(self, loss):
-        with apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()  # when the `with` ends, Apex divides the gradients by the scale, and adapts it
-        if self.args.clip_grad:
-            nn.utils.clip_grad_norm_(list(apex.amp.master_params(self.optimizer)), self.args.clip_grad)
-        self.optimizer.step()  # Apex skips it if the gradients are infinite or NaN
-
-    def state_dict(self):  # with the weights that the optimizer updates: at O2, float32 copies of those of `net`
-        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
-        return dict(scale=apex.amp.state_dict(), masters=masters)
-
-    def load_state_dict(self, state):
-        self.optimizer._amp_lazy_init()  # private: makes O2's copies now, not in the first step
-        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
-            weight.data.copy_(saved)
-        apex.amp.load_state_dict(state["scale"])
-
-
 # ------------------------------------------------------------ Training and checkpoints
 
 
-def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
+def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler):
     """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -259,8 +188,18 @@ def train_epoch(args, device, amp, epoch, loader, model, optimizer, scheduler):
     for step, (images, labels) in enumerate(loader, 1):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss, _ = compute_loss(args, amp, model, images, labels, augment=True)
-        amp.backward_and_step(loss)  # scale, backward (DDP averages the gradients), unscale, clip, step, update
+        loss, _ = compute_loss(args, model, images, labels, augment=True)
+        # [AMP 4/6] Scale the loss, so that small gradients do not become zero in float16.
+        scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
+        if args.clip_grad:
+            # [AMP 5/6] Divide the gradients by the scale before clipping.
+            scaler.unscale_(optimizer)
+            # Clip what the optimizer updates: model.parameters(), but at O2 their float32 copies.
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            nn.utils.clip_grad_norm_(weights, args.clip_grad)
+        # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
+        scaler.step(optimizer)  # divides, unless unscale_() did; skips the step if one is infinite or NaN
+        scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
         scheduler.step()  # also after a skipped step: it counts batches
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
@@ -275,7 +214,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
     return metrics
 
 
@@ -294,7 +233,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, in all processes. Return the number of epochs done, and the metrics."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
@@ -314,6 +253,62 @@ def load_checkpoint(args, stateful):
     if len(set(found)) > 1:
         raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
     return epochs_done, metrics
+
+
+# ------------------------------------------------------------ O0, O2, O3 and NVIDIA Apex: a new program needs none
+
+
+def initialize_other_level(args, net, optimizer, scaler):
+    """Prepare `net` and `optimizer` for all levels but O1 by torch.amp. Return the scaler."""
+    if args.backend == "apex":
+        return ApexScaler(args, net, optimizer)
+    if args.opt_level == "O3":
+        net.half()
+        net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
+        optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
+    return scaler
+
+
+class ApexScaler:
+    """NVIDIA Apex behind the methods of torch.amp.GradScaler. In an old program, its calls look like this:
+
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O1")
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    """
+
+    def __init__(self, args, net, optimizer):
+        self.optimizer = optimizer
+        # This changes both. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
+        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+
+    def scale(self, loss):
+        self.loss = loss
+        return self  # so scale(loss).backward() calls the next method
+
+    def backward(self):
+        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # when the `with` ends, Apex divides the gradients by the scale, and adapts it
+
+    def unscale_(self, optimizer):
+        pass  # done in backward()
+
+    def step(self, optimizer):
+        optimizer.step()  # Apex skips it if the gradients are infinite or NaN
+
+    def update(self):
+        pass  # done in backward()
+
+    def state_dict(self):  # with the weights that the optimizer updates: at O2, float32 copies of those of `net`
+        masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
+        return dict(scale=apex.amp.state_dict(), masters=masters)
+
+    def load_state_dict(self, state):  # before the optimizer's: at O2, its state belongs to the copies made here
+        self.optimizer._amp_lazy_init()  # private: makes O2's copies now, not in the first step
+        for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
+            weight.data.copy_(saved)
+        apex.amp.load_state_dict(state["scale"])
 
 
 def parse_args(argv=None):
@@ -357,6 +352,7 @@ def parse_args(argv=None):
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
+    args.use_amp = args.backend == "torch" and args.opt_level == "O1"
     return args
 
 

@@ -1,9 +1,9 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # a process for each GPU (or each in CUDA_VISIBLE_DEVICES) of one machine
+    python ddp_spawn_train.py        # one process per GPU of one machine; several machines need torchrun
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
-- copies rank 0's weights to all processes once, and its BatchNorm statistics before each forward pass in training;
+- copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
 - averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 """
 
@@ -30,17 +30,17 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # loopback: all are on one machine
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # loopback, so that no firewall matters
     with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave metrics in others
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
-        except torch.multiprocessing.ProcessExitedException as error:  # SystemExit, or killed
+        except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, or was killed
             raise SystemExit(f"{error}") from None
         return torch.load(f"{folder}/metrics0")
 
 
-def main(rank, world_size, folder, args):
+def main(rank, world_size, folder, args):  # in each process
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
     local_rank = rank  # index of this process on its machine: there is only one machine
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
@@ -51,29 +51,29 @@ def main(rank, world_size, folder, args):
     if cuda:
         torch.cuda.set_device(device)
 
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # a file, not a port
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id, **meet)
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits for --timeout seconds, all end.
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # a file: needs no port
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id, **meet)
-
-    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled, equal
+    # [DDP 4/8] Equal shares of each batch: then DDP's average is the whole batch's gradient, but for BatchNorm.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # workers' seed; else resumed runs would differ
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting workers draws a global number
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # faster than spawn; they must not use CUDA
+        multiprocessing_context="fork" if args.workers else None,  # faster than spawn; the data must not use CUDA
     )
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
     val_loader = DataLoader(val_set, **loading)
 
     if args.sync_bn:
@@ -83,7 +83,7 @@ def main(rank, world_size, folder, args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # the flag avoids copying the gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the flag avoids copying gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -99,7 +99,7 @@ def main(rank, world_size, folder, args):
         # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
-        # Validate with `net`: a forward pass of `model` may wait for a process that has no images left.
+        # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
         val_sums = validate(args, device, val_loader, net)
         dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
@@ -133,7 +133,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
 
 
 def compute_loss(args, model, images, labels, augment):
@@ -195,7 +195,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
     return metrics
 
 
@@ -214,7 +214,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, in all processes. Return the number of epochs done, and the metrics."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:

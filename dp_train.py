@@ -3,9 +3,8 @@
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies in threads,
-and joins the outputs on GPU 0. All else is on GPU 0. BatchNorm normalises each part; GPU 0's statistics are kept.
-The threads are slow, and autocast in them takes float16 instead of bfloat16: so the class below calls in a loop.
-Images/s in bfloat16 with 512 per GPU: one H200 15,600; two by threads 12,200, by the loop 24,100, by DDP 29,700.
+and joins the outputs on GPU 0; backward() adds up the gradients there. The copies last for one step: what
+forward() assigns to `self` is lost. BatchNorm normalises each part, and keeps the statistics of GPU 0.
 """
 
 import argparse
@@ -23,8 +22,9 @@ import common
 
 
 def main(args):
+    # [DP 1/4] The weights, the batch, the loss and the optimizer are on GPU 0.
     cuda = args.device == "cuda"
-    device = torch.device(args.device)  # "cuda" is GPU 0: the weights and the whole batch are there
+    device = torch.device(args.device)  # "cuda" is GPU 0
     gpus = torch.cuda.device_count() if cuda else 0
 
     common.seed_everything(args.seed)  # the same initial weights in every run
@@ -33,22 +33,22 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, the number of training images")
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles by the global generator, which each epoch seeds anew
+    sampler = RandomSampler(train_set)  # not shuffle=True: that would draw from `generator` below
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # workers' seed; else resumed runs would differ
+        generator=torch.Generator().manual_seed(args.seed),  # else starting workers draws a global number
         pin_memory=cuda,
     )
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
     val_loader = DataLoader(val_set, **loading)
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 1/4] Wrap the network. The plain way is nn.DataParallel(net): the class below only replaces its threads.
+    # [DP 2/4] Wrap the network. nn.DataParallel(net) does the same, but calls the copies in threads: see below.
     model = DataParallelWithoutThreads(net) if gpus > 1 else net
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -71,13 +71,16 @@ def main(args):
 
 
 class DataParallelWithoutThreads(nn.DataParallel):
-    """nn.DataParallel: split the batch, copy the network, call the copies (here in a loop), join the outputs."""
+    """nn.DataParallel's forward() calls scatter, replicate, parallel_apply and gather. Here, one is replaced.
 
-    def parallel_apply(self, replicas, inputs, kwargs):  # the third stage; inputs[i] and kwargs[i] are for copy i
-        # [DP 2/4] Call them in turn. A call only starts its GPU's work: all work at once, unless a network waits.
+    Its threads are slow, and in them, autocast takes float16. Images/s on two H200s, bfloat16, --batch-size 1024:
+    threads (autocast in the network) 12,200; this loop 24,100; DDP 29,700. One H200, --batch-size 512: 15,600.
+    """
+
+    def parallel_apply(self, replicas, inputs, kwargs):  # inputs[i] and kwargs[i] are for replicas[i]
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
+            with torch.cuda.device(gpu):  # a call only queues work: so all GPUs work at once, unless one waits
                 outputs.append(replica(*part, **options))
         return outputs
 
@@ -99,14 +102,15 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
 
 
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        outputs = model(images)  # [DP 3/4] splits the batch, copies the network, calls (2/4), joins outputs
+        # [DP 3/4] Only this call uses all GPUs. However the batch is split, the loss is that of the whole batch.
+        outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
 
@@ -143,7 +147,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] This adds up all copies' gradients. A sum is right: `loss` is the batch's mean.
+        loss.backward()  # [DP 4/4] adds up the gradients of all copies; no average, as `loss` is the batch's mean
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -161,7 +165,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; try a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
     return metrics
 
 
@@ -180,11 +184,11 @@ def save_checkpoint(args, stateful, epoch, metrics):
 
 
 def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, in all processes. Return the number of epochs done, and the metrics."""
+    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # later copied to the GPU
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

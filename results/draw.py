@@ -54,7 +54,8 @@ def draw_batches(folder):
         points = sorted((images, statistics.median(speed)) for images, speed in speeds.items())
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
-            axis.annotate(f"{speed:,.0f}", (images, speed), (0, 6 if compile else -14), textcoords="offset points", ha="center")
+            place = dict(xytext=(0, 6 if compile else -14), textcoords="offset points", ha="center")
+            axis.annotate(f"{speed:,.0f}", (images, speed), **place)
     axis.set_xscale("log", base=2)
     axis.set_xticks([images for images, _ in points], [images for images, _ in points])
     axis.set(xlabel="images per GPU and step", ylabel="images/s over both GPUs", ylim=(0, 50_000))

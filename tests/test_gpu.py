@@ -110,5 +110,5 @@ def test_a_resumed_run_goes_on_where_it_was(backend, level, tmp_path):
     after, before = (torch.load(path, weights_only=True) for path in (a, b))
     torch.testing.assert_close(after["net"], before["net"], rtol=1e-3, atol=1e-5)
     if backend == "apex":
-        assert after["amp"]["scale"] == before["amp"]["scale"]
-        assert {weight.dtype for weight in after["amp"]["masters"]} == {torch.float32}
+        assert after["scaler"]["scale"] == before["scaler"]["scale"]
+        assert {weight.dtype for weight in after["scaler"]["masters"]} == {torch.float32}

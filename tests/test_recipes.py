@@ -41,7 +41,7 @@ def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, 
     finished, top = first_runs(script)
     found, alone = result(finished), script == "dp_train"
     flags = re.findall(r'\n    add\("__(\w+)"', (ROOT / f"{script}.py").read_text().replace("-", "_"))
-    assert list(found) == ["script", *flags, *["precision"] * (script == "apex_amp_train"), *FOUND]
+    assert list(found) == ["script", *flags, *["precision", "use_amp"] * (script == "apex_amp_train"), *FOUND]
     how = "O1 by torch" if script == "apex_amp_train" else "fp32"
     where = r"process \d+ on 0 GPUs" if alone else r"rank 0: process \d+ on cpu"
     agreed = rf"precision {how}, 0 of 3 epochs are done\n{where}\n"
@@ -85,7 +85,7 @@ def test_O0_by_torch_equals_ddp_launch_train_bit_for_bit(tmp_path, first_runs):
     flags = [*CPU, "--epochs", "3", "--opt-level", "O0", "--checkpoint", f"{tmp_path}/run.pt"]
     assert "O0 by torch, " in run(command("apex_amp_train", *flags)).stdout
     left = left_by(tmp_path)
-    assert left[0].pop("amp") == {} and left == left_by(first_runs("ddp_launch_train")[1])
+    assert left[0].pop("scaler") == {} and left == left_by(first_runs("ddp_launch_train")[1])
 
 
 def test_a_checkpoint_of_another_level_or_backend_is_refused(tmp_path, first_runs):
