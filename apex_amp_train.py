@@ -1,17 +1,20 @@
 """Train a ResNet on CIFAR-10 in mixed precision with DDP: by PyTorch itself (torch.amp), or by NVIDIA Apex.
 
-    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex --opt-level O2
+    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
 - averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale.
+
 Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
 Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
-the gradients are divided by it before the optimizer's step. The steps [AMP 1/6] to [AMP 6/6] do this by torch.amp.
-bfloat16 has float32's range, and needs no scale: if your GPU has it (Ampere or newer), use ddp_launch_train.py.
+the gradients are divided by it before the optimizer's step. The scale is found by trial: it begins with 65,536. If
+that is too large, gradients become infinite: the step is skipped, and the scale is halved. A few skipped steps are
+normal. The steps [AMP 1/6] to [AMP 6/6] do this by torch.amp. ApexScaler at the end does the same by NVIDIA
+Apex, for old programs: Apex has no amp after release 25.04.
 
-For old programs, ApexScaler at the end does the same by NVIDIA Apex, which has no amp after release 25.04.
 The levels (--opt-level) have Apex's names. New programs need O1 alone; the others are for old ones and to compare.
 
     O0    float32
@@ -67,14 +70,14 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Equal shares of each batch: then DDP's average is the whole batch's gradient, but for BatchNorm.
+    # [DDP 4/8] Equal shares of each batch: so DDP's average is the whole batch's gradient (BatchNorm apart).
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting workers draws a global number
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else workers change other random numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -83,16 +86,18 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Make the gradient scaler, which holds the scale of the loss. It does nothing unless enabled.
-    scaler = torch.amp.GradScaler(args.device, enabled=args.use_amp)
-    if not args.use_amp:
-        scaler = initialize_other_level(args, net, optimizer, scaler)  # for old programs, and to compare
-    # [AMP 2/6] Save the scale, too. (The order of loading matters for Apex alone: see ApexScaler.load_state_dict.)
+    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. At all levels but O1, it does nothing.
+    scaler = torch.amp.GradScaler(args.device, enabled=args.torch_amp)
+    if args.backend == "apex":
+        scaler = ApexScaler(args, net, optimizer)
+    elif args.opt_level == "O3":
+        make_float16(net, optimizer)
+    # [AMP 2/6] A checkpoint holds the scale, too. Keep this order: Apex's O2 needs `scaler` first.
     stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # avoids copying gradients; fails at O2
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views avoid copies, but fail at Apex's O2
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -141,7 +146,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD: it leaves the momentum uninitialised if the scaler skips the first step. So set it to 0.
+    # If you replace SGD, delete this: fused SGD's momentum is uninitialised if the scaler skips the first step.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -150,8 +155,8 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
-    # [AMP 3/6] In the forward pass, compute in float16 what is safe. Keep this line if you replace compute_loss.
-    with torch.autocast(args.device, torch.float16, enabled=args.use_amp):
+    # [AMP 3/6] Compute convolutions and matrix products in float16. Keep this `with` if you replace compute_loss.
+    with torch.autocast(args.device, torch.float16, enabled=args.torch_amp):
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -194,11 +199,11 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
-            # Clip what the optimizer updates: model.parameters(), but at O2 their float32 copies.
+            # The weights that the optimizer updates: model.parameters(), or at Apex's O2 their float32 copies.
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
-        scaler.step(optimizer)  # divides, unless unscale_() did; skips the step if one is infinite or NaN
+        scaler.step(optimizer)  # divides them by the scale, unless done; skips the step if one is infinite or NaN
         scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
         scheduler.step()  # also after a skipped step: it counts batches
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
@@ -258,19 +263,15 @@ def load_checkpoint(args, stateful):
 # ------------------------------------------------------------ O0, O2, O3 and NVIDIA Apex: a new program needs none
 
 
-def initialize_other_level(args, net, optimizer, scaler):
-    """Prepare `net` and `optimizer` for all levels but O1 by torch.amp. Return the scaler."""
-    if args.backend == "apex":
-        return ApexScaler(args, net, optimizer)
-    if args.opt_level == "O3":
-        net.half()
-        net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())  # the images, too
-        optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
-    return scaler
+def make_float16(net, optimizer):
+    """For O3: make the weights, the images and the momentum float16."""
+    net.half()
+    net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
+    optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
 
 
 class ApexScaler:
-    """NVIDIA Apex behind the methods of torch.amp.GradScaler. In an old program, its calls look like this:
+    """NVIDIA Apex behind the methods of torch.amp.GradScaler, so that the loop is the same. Apex's own calls:
 
     net, optimizer = amp.initialize(net, optimizer, opt_level="O1")
     with amp.scale_loss(loss, optimizer) as scaled_loss:
@@ -280,7 +281,7 @@ class ApexScaler:
 
     def __init__(self, args, net, optimizer):
         self.optimizer = optimizer
-        # This changes both. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
+        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
     def scale(self, loss):
@@ -352,7 +353,7 @@ def parse_args(argv=None):
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
-    args.use_amp = args.backend == "torch" and args.opt_level == "O1"
+    args.torch_amp = args.backend == "torch" and args.opt_level == "O1"  # enables autocast and GradScaler
     return args
 
 

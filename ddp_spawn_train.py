@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # one process per GPU of one machine; several machines need torchrun
+    python ddp_spawn_train.py        # one process per GPU (of CUDA_VISIBLE_DEVICES); for one machine only
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
@@ -53,7 +53,7 @@ def main(rank, world_size, folder, args):  # in each process
 
     # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # a file, not a port
+    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # by a file, not a port
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id, **meet)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
@@ -62,14 +62,14 @@ def main(rank, world_size, folder, args):  # in each process
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Equal shares of each batch: then DDP's average is the whole batch's gradient, but for BatchNorm.
+    # [DDP 4/8] Equal shares of each batch: so DDP's average is the whole batch's gradient (BatchNorm apart).
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else starting workers draws a global number
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else workers change other random numbers
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # faster than spawn; the data must not use CUDA
     )
@@ -83,7 +83,7 @@ def main(rank, world_size, folder, args):  # in each process
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; the flag avoids copying gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; views avoid copies of gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 

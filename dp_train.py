@@ -2,9 +2,9 @@
 
     python dp_train.py        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies in threads,
-and joins the outputs on GPU 0; backward() adds up the gradients there. The copies last for one step: what
-forward() assigns to `self` is lost. BatchNorm normalises each part, and keeps the statistics of GPU 0.
+In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies, and joins
+their outputs on GPU 0; backward() adds up their gradients there. The copies last for one step: what forward()
+assigns to `self` is lost. BatchNorm normalises each part, and keeps GPU 0's statistics.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import common
 
 
 def main(args):
-    # [DP 1/4] The weights, the batch, the loss and the optimizer are on GPU 0.
     cuda = args.device == "cuda"
     device = torch.device(args.device)  # "cuda" is GPU 0
     gpus = torch.cuda.device_count() if cuda else 0
@@ -31,14 +30,15 @@ def main(args):
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, the number of training images")
+    # [DP 1/4] Put the network on GPU 0. DataParallel copies it from there in each step.
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # not shuffle=True: that would draw from `generator` below
+    sampler = RandomSampler(train_set)  # shuffles by the seed of each epoch, also after a resume
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # else starting workers draws a global number
+        generator=torch.Generator().manual_seed(args.seed),  # else workers change other random numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -48,8 +48,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. nn.DataParallel(net) does the same, but calls the copies in threads: see below.
-    model = DataParallelWithoutThreads(net) if gpus > 1 else net
+    # [DP 2/4] Wrap the network. nn.DataParallel(net) works, too: slower, and with autocast inside the network.
+    model = DataParallelInALoop(net) if gpus > 1 else net  # `model` and `net` share their weights
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -58,7 +58,7 @@ def main(args):
         common.seed_everything(args.seed, epoch)  # so a resumed run goes on like an unbroken one
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
+        val_sums = validate(args, device, val_loader, net=model)  # on all GPUs, too
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
         if args.checkpoint:  # save `net`: in `model`, names of weights begin with "module."
@@ -70,17 +70,17 @@ def main(args):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
-class DataParallelWithoutThreads(nn.DataParallel):
-    """nn.DataParallel's forward() calls scatter, replicate, parallel_apply and gather. Here, one is replaced.
+class DataParallelInALoop(nn.DataParallel):
+    """nn.DataParallel with a loop instead of threads: these are slow, and autocast in them takes float16.
 
-    Its threads are slow, and in them, autocast takes float16. Images/s on two H200s, bfloat16, --batch-size 1024:
-    threads (autocast in the network) 12,200; this loop 24,100; DDP 29,700. One H200, --batch-size 512: 15,600.
+    Images/s on two H200s in bfloat16 with --batch-size 1024: by threads (autocast in the network) 12,200; by this
+    loop 24,100; by DDP 29,700. On one H200 with --batch-size 512: 15,600.
     """
 
-    def parallel_apply(self, replicas, inputs, kwargs):  # inputs[i] and kwargs[i] are for replicas[i]
+    def parallel_apply(self, replicas, inputs, kwargs):  # forward() calls it; inputs[i], kwargs[i]: of replicas[i]
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):  # a call only queues work: so all GPUs work at once, unless one waits
+            with torch.cuda.device(gpu):  # a call returns when its work is queued: so the GPUs work in parallel
                 outputs.append(replica(*part, **options))
         return outputs
 
@@ -109,7 +109,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        # [DP 3/4] Only this call uses all GPUs. However the batch is split, the loss is that of the whole batch.
+        # [DP 3/4] This splits the images over the GPUs, and joins the outputs on GPU 0: the loss is that of all.
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -147,7 +147,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] adds up the gradients of all copies; no average, as `loss` is the batch's mean
+        loss.backward()  # [DP 4/4] runs on all GPUs, and adds up the gradients of all copies on GPU 0
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
