@@ -71,13 +71,13 @@ def main(args):
     net = build_network(args).to(device)
 
     # [DDP 4/8] Equal shares of each batch: so DDP's average is the whole batch's gradient (BatchNorm apart).
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else workers change other random numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers by rank, not by the global one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -86,13 +86,13 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. At all levels but O1, it does nothing.
+    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. Without args.torch_amp, it does nothing.
     scaler = torch.amp.GradScaler(args.device, enabled=args.torch_amp)
     if args.backend == "apex":
         scaler = ApexScaler(args, net, optimizer)
     elif args.opt_level == "O3":
         make_float16(net, optimizer)
-    # [AMP 2/6] A checkpoint holds the scale, too. Keep this order: Apex's O2 needs `scaler` first.
+    # [AMP 2/6] A checkpoint holds the scale, too. Apex's O2 must load `scaler` before `optimizer`.
     stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
@@ -146,7 +146,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # If you replace SGD, delete this: fused SGD's momentum is uninitialised if the scaler skips the first step.
+    # Only for fused SGD, or delete this: its momentum is uninitialised if the scaler skips the first step.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -203,7 +203,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
-        scaler.step(optimizer)  # divides them by the scale, unless done; skips the step if one is infinite or NaN
+        scaler.step(optimizer)  # divides the gradients by the scale, unless done; skips if one is infinite or NaN
         scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
         scheduler.step()  # also after a skipped step: it counts batches
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
@@ -310,6 +310,9 @@ class ApexScaler:
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
         apex.amp.load_state_dict(state["scale"])
+
+
+# ------------------------------------------------------------ Flags
 
 
 def parse_args(argv=None):

@@ -50,13 +50,13 @@ def main(args):
     net = build_network(args).to(device)
 
     # [DDP 4/8] Equal shares of each batch: so DDP's average is the whole batch's gradient (BatchNorm apart).
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else workers change other random numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers by rank, not by the global one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
