@@ -258,8 +258,8 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        zero_is_fine = value == 0 and name in ("seed", "workers")
-        if type(value) in (int, float) and not value > 0 and not zero_is_fine:
+        may_be_zero = type(value) is float or name in ("seed", "workers")
+        if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
             parser.error(f"--{name.replace('_', '-')} must not be {value}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")

@@ -37,7 +37,7 @@ apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with 
 CASES = [tuple(part.strip() for part in line.split("|")) for line in TABLE.strip().splitlines()]
 CASES = [(start, *rest) for starts, *rest in CASES for start in starts.split(", ")]
 for name in "limit image-size epochs batch-size log-every timeout lr clip-grad workers seed".split():
-    value = -1 if name in ("workers", "seed") else 0
+    value = -1 if name in ("lr", "clip-grad", "workers", "seed") else 0
     CASES.append(("launch" if name == "timeout" else "dp", f"--{name} {value}", f"--{name} must not be {value}"))
 
 
