@@ -70,14 +70,14 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Equal shares of each batch: so DDP's average is the whole batch's gradient (BatchNorm apart).
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled shares
+    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers by rank, not by the global one
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -92,7 +92,7 @@ def main(args):
         scaler = ApexScaler(args, net, optimizer)
     elif args.opt_level == "O3":
         make_float16(net, optimizer)
-    # [AMP 2/6] A checkpoint holds the scale, too. Apex's O2 must load `scaler` before `optimizer`.
+    # [AMP 2/6] A checkpoint holds the scale, too. Keep the order: Apex's O2 loads `scaler` before `optimizer`.
     stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
@@ -146,7 +146,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD, or delete this: its momentum is uninitialised if the scaler skips the first step.
+    # Only fused SGD needs this: its momentum would be uninitialised if the scaler skips the first step.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum

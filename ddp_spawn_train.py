@@ -30,7 +30,7 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # sockets on loopback only: no firewall
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # their sockets are on loopback only
     with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave metrics in others
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
@@ -62,14 +62,14 @@ def main(rank, world_size, folder, args):  # in each process
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Equal shares of each batch: so DDP's average is the whole batch's gradient (BatchNorm apart).
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # shuffled shares
+    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers by rank, not by the global one
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # faster than spawn; the data must not use CUDA
     )

@@ -38,7 +38,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # seeds workers, not by the global generator
+        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers; the global one shuffles
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -48,7 +48,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. Plain nn.DataParallel(net) is slower, and in it, autocast would take float16.
+    # [DP 2/4] Wrap the network. nn.DataParallel(net) works, too; the class below is faster, and keeps bfloat16.
     model = DataParallelInALoop(net) if gpus > 1 else net  # `model` and `net` share their weights
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -71,7 +71,7 @@ def main(args):
 
 
 class DataParallelInALoop(nn.DataParallel):
-    """nn.DataParallel with a loop, not threads: these are slow, and take float16 for an autocast around the call.
+    """nn.DataParallel's threads are slow, and forget autocast's bfloat16. This calls the copies in a loop instead.
 
     Images/s in bfloat16 on one H200 with --batch-size 512: 15,600. On two with --batch-size 1024: by threads, with
     autocast inside the network, 12,200; by this loop 24,100; by DDP 29,700.
@@ -80,7 +80,7 @@ class DataParallelInALoop(nn.DataParallel):
     def parallel_apply(self, replicas, inputs, kwargs):  # forward() calls it; inputs[i], kwargs[i]: of replicas[i]
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):  # a call only queues work: GPUs run in parallel, unless it waits
+            with torch.cuda.device(gpu):  # queues work: GPUs run in parallel, unless forward() waits
                 outputs.append(replica(*part, **options))
         return outputs
 
@@ -109,7 +109,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        # [DP 3/4] This splits the images over the GPUs, and joins the outputs on GPU 0: the loss is of all.
+        # [DP 3/4] This splits the images over the GPUs, and joins the outputs on GPU 0, for the loss of all.
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
@@ -147,7 +147,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] runs on all GPUs, and adds up their gradients: `loss` is already a mean
+        loss.backward()  # [DP 4/4] runs on all GPUs. Gradients are added, as `loss` is the whole batch's mean
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
