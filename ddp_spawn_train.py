@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # one process per GPU (of CUDA_VISIBLE_DEVICES); for one machine only
+    python ddp_spawn_train.py        # a process for each GPU (or each in CUDA_VISIBLE_DEVICES) of one machine
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
@@ -30,7 +30,7 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # their sockets are on loopback only
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # the processes' sockets: on loopback only
     with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave metrics in others
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
@@ -53,7 +53,7 @@ def main(rank, world_size, folder, args):  # in each process
 
     # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # by a file, not a port
+    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # they meet in this file
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id, **meet)
 
     common.seed_everything(args.seed)  # the same initial weights in every run

@@ -77,10 +77,10 @@ class DataParallelInALoop(nn.DataParallel):
     autocast inside the network, 12,200; by this loop 24,100; by DDP 29,700.
     """
 
-    def parallel_apply(self, replicas, inputs, kwargs):  # forward() calls it; inputs[i], kwargs[i]: of replicas[i]
+    def parallel_apply(self, replicas, inputs, kwargs):  # inputs[i] and kwargs[i] are for replicas[i]
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):  # queues work: GPUs run in parallel, unless forward() waits
+            with torch.cuda.device(gpu):  # a call queues work: GPUs run in parallel, unless forward() waits
                 outputs.append(replica(*part, **options))
         return outputs
 
@@ -109,7 +109,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        # [DP 3/4] This splits the images over the GPUs, and joins the outputs on GPU 0, for the loss of all.
+        # [DP 3/4] This splits the images over the GPUs, and joins the outputs on GPU 0. The loss is the batch's.
         outputs = model(images)
     return F.cross_entropy(outputs.float(), labels), outputs
 
