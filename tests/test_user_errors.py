@@ -53,8 +53,7 @@ def folder(tmp_path_factory):
     for name, content in files.items():
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_bytes(content)
-    saved = dict(flags=dict(arch="resnet50", epochs=1), epoch=1, metrics={}, net=torch.zeros(1000))
-    saved |= dict(optimizer={}, scheduler={})
+    saved = dict(flags=dict(arch="resnet50"), epoch=1, metrics={}, net=torch.zeros(1000), optimizer={}, scheduler={})
     torch.save(saved, top / "run.pt")
     (top / "cut").write_bytes((top / "run.pt").read_bytes()[:3000])
     torch.save(resnet18().state_dict(), top / "run.pt.best")
@@ -70,7 +69,8 @@ def test_one_sentence(start, flags, sentence, folder):
     if words and "=" not in words[-1]:  # started in the wrong way
         starts = dict(python=[sys.executable], torchrun=command("ddp_launch_train")[:-1])
         arguments = [*starts[words[-1]], str(ROOT / f"{script}.py"), *flags]
-    env = dict(CUDA_VISIBLE_DEVICES="") | dict(word.split("=") for word in words if "=" in word)
+    env = dict(CUDA_VISIBLE_DEVICES="", TORCH_DIST_INIT_BARRIER="1")  # else Gloo complains if the other ends first
+    env |= dict(word.split("=") for word in words if "=" in word)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
     finished = run(arguments, cwd=folder, timeout=60, **env)
     other = "^usage: |^ |signal SIGTERM|^process . terminated with exit code|^Downloading: "
@@ -83,7 +83,7 @@ def test_one_sentence(start, flags, sentence, folder):
 
 
 def test_torchrun_shows_the_sentence_of_the_process():
-    finished = run(command("ddp_launch_train", *ONE, "--batch-size", "13"), real=True)
+    finished = run(command("ddp_launch_train", *ONE, "--batch-size", "13"), real=True, TORCH_DIST_INIT_BARRIER="1")
     assert finished.returncode == 1 and "RESULT" not in finished.stdout
     assert "--batch-size must be at most 61, and divisible by 2 processes\n" in finished.stderr
     assert 'ddp_launch_train.py", line' not in finished.stderr  # no traceback but torchrun's own
