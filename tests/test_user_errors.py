@@ -29,7 +29,7 @@ dp | --checkpoint archive | archive (IsADirectoryError)
 launch, spawn | --checkpoint cut | cut (RuntimeError)
 dp, apex | --checkpoint code | code (UnpicklingError)
 dp | --checkpoint run.pt.best | run.pt.best (KeyError)
-dp, launch | --checkpoint run.pt | run.pt has arch=resnet50, not resnet18; use its flags
+dp, launch | --checkpoint run.pt | run.pt has arch=vgg11, not resnet18; use its flags
 apex | --checkpoint run.pt | run.pt (KeyError)
 apex | --backend apex | --backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile
 apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with float32 copies); use O1, or
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
     for name, content in files.items():
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_bytes(content)
-    saved = dict(flags=dict(arch="resnet50"), epoch=1, metrics={}, net=torch.zeros(1000), optimizer={}, scheduler={})
+    saved = dict(flags=dict(arch="vgg11"), epoch=1, metrics={}, net=torch.zeros(1000), optimizer={}, scheduler={})
     torch.save(saved, top / "run.pt")
     (top / "cut").write_bytes((top / "run.pt").read_bytes()[:3000])
     torch.save(resnet18().state_dict(), top / "run.pt.best")
