@@ -6,20 +6,21 @@ Each process (its number is its rank) has a copy of the network and its own shar
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
 - averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
 
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 needs no scale.
-
 Mixed precision computes convolutions and matrix products in float16, which is faster; the weights stay float32.
-Small gradients would become zero in float16: so the loss is multiplied by a scale before the backward pass, and
+Small gradients would become zero in float16. So the loss is multiplied by a scale before the backward pass, and
 the gradients are divided by it before the optimizer's step. The scale is found by trial: it begins with 65,536. If
 that is too large, gradients become infinite: the step is skipped, and the scale is halved. A few skipped steps are
-normal. The steps [AMP 1/6] to [AMP 6/6] do this by torch.amp. ApexScaler at the end does the same by NVIDIA
-Apex, for old programs: Apex has no amp after release 25.04.
+normal. The steps [AMP 1/6] to [AMP 6/6] do this by torch.amp: in main, in compute_loss and in train_epoch.
 
-The levels (--opt-level) have Apex's names. New programs need O1 alone; the others are for old ones and to compare.
+If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 has the range of float32, and needs
+no scale.
+
+For old programs alone, the end of this file shows NVIDIA Apex (25.04 is its last release with amp) and the other
+levels (--opt-level):
 
     O0    float32
-    O1    mixed precision, as above
-    O2    float16 weights; the optimizer updates float32 copies of them (by Apex only)
+    O1    mixed precision, as above (the default)
+    O2    float16 weights, but for BatchNorm's; the optimizer updates float32 copies of them (by Apex only)
     O3    float16, without a scale
 """
 
@@ -34,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
@@ -84,20 +84,17 @@ def main(args):
     val_loader = DataLoader(val_set, **loading)
 
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. Without args.torch_amp, it does nothing.
-    scaler = torch.amp.GradScaler(args.device, enabled=args.torch_amp)
-    if args.backend == "apex":
-        scaler = ApexScaler(args, net, optimizer)
-    elif args.opt_level == "O3":
-        make_float16(net, optimizer)
-    # [AMP 2/6] A checkpoint holds the scale, too. Keep the order: Apex's O2 loads `scaler` before `optimizer`.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
+    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss.
+    args.amp = args.backend == "torch" and args.opt_level == "O1"  # the default
+    scaler = torch.amp.GradScaler(args.device) if args.amp else use_old_level(args, net, optimizer)  # see the end
+    # [AMP 2/6] A checkpoint holds the scale, too.
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views avoid copies, but fail at Apex's O2
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views avoid copies; not for Apex's O2
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -110,12 +107,12 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
 
-        # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
+        # [DDP 7/8] The last step changed BatchNorm's statistics on each rank. Copy rank 0's again: they are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
         val_sums = validate(args, device, val_loader, net)
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+        dist.all_reduce(train_sums)  # each has the sums of its own images: add them up
         dist.all_reduce(val_sums)
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
@@ -124,7 +121,8 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
+    # One line for other programs: all flags and figures.
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
@@ -143,10 +141,10 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
+    """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only fused SGD needs this: its momentum would be uninitialised if the scaler skips the first step.
+    # Only SGD with fused=True needs this: if the first step is skipped, its momentum would be uninitialised.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -156,19 +154,19 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     # [AMP 3/6] Compute convolutions and matrix products in float16. Keep this `with` if you replace compute_loss.
-    with torch.autocast(args.device, torch.float16, enabled=args.torch_amp):
+    with torch.autocast(args.device, torch.float16, enabled=args.amp):
         outputs = model(images)
-    return F.cross_entropy(outputs.float(), labels), outputs
+    return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
 
-def validate(args, device, loader, net):
+def validate(args, device, loader, model):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
-    net.eval()
+    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, model, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -199,7 +197,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
-            # The weights that the optimizer updates: model.parameters(), or at Apex's O2 their float32 copies.
+            # These are model.parameters(), or at Apex's O2 the float32 copies that the optimizer updates.
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
@@ -209,7 +207,8 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
-            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
+            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", end=" ")
+            print(f"scale {scaler.get_scale():g}", flush=True)  # smaller than before: steps were skipped
     loss.item()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
@@ -230,9 +229,9 @@ def save_atomically(state, path):
 
 
 def save_checkpoint(args, stateful, epoch, metrics):
-    """Save all that a resumed run needs, and, if no epoch before was better, the weights in FILE.best."""
+    """Save all that a resumed run needs, and the weights of the best epoch in FILE.best."""
     states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:  # no epoch before was better
         save_atomically(states["net"], f"{args.checkpoint}.best")
     save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
 
@@ -242,15 +241,15 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
-        for name, value in flags.items():  # all other flags must be those of the checkpoint
-            if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
+        may_differ = "data_dir", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
+        for name, value in vars(args).items():  # all other flags change the training: they must be equal
+            if name not in may_differ and flags.get(name, value) != value:
+                raise SystemExit(f"{args.checkpoint} has {name}={flags[name]}, not {value}; use its flags")
         for part, state in zip(stateful.values(), states):
             part.load_state_dict(state)
     found = [None] * dist.get_world_size()  # all must go on from the same epoch, or they would wait for each other
@@ -263,11 +262,15 @@ def load_checkpoint(args, stateful):
 # ------------------------------------------------------------ O0, O2, O3 and NVIDIA Apex: a new program needs none
 
 
-def make_float16(net, optimizer):
-    """For O3: make the weights, the images and the momentum float16."""
-    net.half()
-    net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
-    optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
+def use_old_level(args, net, optimizer):
+    """Change the network and the optimizer in place, as the level needs. Return a replacement of the scaler."""
+    if args.backend == "apex":
+        return ApexScaler(args, net, optimizer)
+    if args.opt_level == "O3":  # weights, images and momentum in float16
+        net.half()
+        net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
+        optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
+    return torch.amp.GradScaler(enabled=False)  # it does nothing; its step() is the optimizer's
 
 
 class ApexScaler:
@@ -277,6 +280,8 @@ class ApexScaler:
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
+
+    In the loop, scale(loss) returns this object instead of a loss: its backward() does all of Apex's work.
     """
 
     def __init__(self, args, net, optimizer):
@@ -286,7 +291,7 @@ class ApexScaler:
 
     def scale(self, loss):
         self.loss = loss
-        return self  # so scale(loss).backward() calls the next method
+        return self
 
     def backward(self):
         with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:
@@ -301,11 +306,14 @@ class ApexScaler:
     def update(self):
         pass  # done in backward()
 
+    def get_scale(self):
+        return apex.amp.state_dict()["loss_scaler0"]["loss_scale"]
+
     def state_dict(self):  # with the weights that the optimizer updates: at O2, float32 copies of those of `net`
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
-    def load_state_dict(self, state):  # before the optimizer's: at O2, its state belongs to the copies made here
+    def load_state_dict(self, state):  # before the optimizer's, whose momentum belongs to O2's copies
         self.optimizer._amp_lazy_init()  # private: makes O2's copies now, not in the first step
         for weight, saved in zip(apex.amp.master_params(self.optimizer), state["masters"], strict=True):
             weight.data.copy_(saved)
@@ -342,9 +350,9 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        may_be_zero = type(value) is float or name in ("seed", "workers")
-        if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
-            parser.error(f"--{name.replace('_', '-')} must not be {value}")
+        least = 0 if type(value) is float or name in ("workers", "seed") else 1
+        if type(value) in (int, float) and not value >= least:  # `not`, since comparing NaN gives False
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -356,7 +364,6 @@ def parse_args(argv=None):
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
-    args.torch_amp = args.backend == "torch" and args.opt_level == "O1"  # enables autocast and GradScaler
     return args
 
 

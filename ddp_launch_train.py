@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
@@ -63,7 +62,7 @@ def main(args):
     val_loader = DataLoader(val_set, **loading)
 
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
@@ -82,12 +81,12 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
+        # [DDP 7/8] The last step changed BatchNorm's statistics on each rank. Copy rank 0's again: they are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
         val_sums = validate(args, device, val_loader, net)
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+        dist.all_reduce(train_sums)  # each has the sums of its own images: add them up
         dist.all_reduce(val_sums)
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
@@ -96,7 +95,8 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
+    # One line for other programs: all flags and figures.
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
 
@@ -115,7 +115,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
+    """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -126,17 +126,17 @@ def compute_loss(args, model, images, labels, augment):
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
-    return F.cross_entropy(outputs.float(), labels), outputs
+    return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
 
-def validate(args, device, loader, net):
+def validate(args, device, loader, model):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
-    net.eval()
+    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, model, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -191,9 +191,9 @@ def save_atomically(state, path):
 
 
 def save_checkpoint(args, stateful, epoch, metrics):
-    """Save all that a resumed run needs, and, if no epoch before was better, the weights in FILE.best."""
+    """Save all that a resumed run needs, and the weights of the best epoch in FILE.best."""
     states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:  # no epoch before was better
         save_atomically(states["net"], f"{args.checkpoint}.best")
     save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
 
@@ -203,15 +203,15 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
-        for name, value in flags.items():  # all other flags must be those of the checkpoint
-            if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
+        for name, value in vars(args).items():  # all other flags change the training: they must be equal
+            if name not in may_differ and flags.get(name, value) != value:
+                raise SystemExit(f"{args.checkpoint} has {name}={flags[name]}, not {value}; use its flags")
         for part, state in zip(stateful.values(), states):
             part.load_state_dict(state)
     found = [None] * dist.get_world_size()  # all must go on from the same epoch, or they would wait for each other
@@ -247,9 +247,9 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        may_be_zero = type(value) is float or name in ("seed", "workers")
-        if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
-            parser.error(f"--{name.replace('_', '-')} must not be {value}")
+        least = 0 if type(value) is float or name in ("workers", "seed") else 1
+        if type(value) in (int, float) and not value >= least:  # `not`, since comparing NaN gives False
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():

@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # a process for each GPU (or each in CUDA_VISIBLE_DEVICES) of one machine
+    python ddp_spawn_train.py        # one process for each GPU of this machine; for several machines, use torchrun
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
@@ -19,7 +19,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
@@ -29,19 +28,18 @@ import common
 def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
-    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # the processes' sockets: on loopback only
+    world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # processes; on the CPU two, for tests
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # no other machine can connect to them
     with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave metrics in others
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
-        except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, or was killed
+        except torch.multiprocessing.ProcessExitedException as error:  # the process has printed why, or was killed
             raise SystemExit(f"{error}") from None
         return torch.load(f"{folder}/metrics0")
 
 
 def main(rank, world_size, folder, args):  # in each process
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
     local_rank = rank  # index of this process on its machine: there is only one machine
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
 
@@ -52,6 +50,7 @@ def main(rank, world_size, folder, args):  # in each process
         torch.cuda.set_device(device)
 
     # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # they meet in this file
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id, **meet)
@@ -71,13 +70,13 @@ def main(rank, world_size, folder, args):  # in each process
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
         generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # faster than spawn; the data must not use CUDA
+        multiprocessing_context="fork" if args.workers else None,  # else spawned: slower. Data must not use CUDA
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
     val_loader = DataLoader(val_set, **loading)
 
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
@@ -96,12 +95,12 @@ def main(rank, world_size, folder, args):  # in each process
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] DDP copies BatchNorm's statistics before each step, not after the last one: copy them again.
+        # [DDP 7/8] The last step changed BatchNorm's statistics on each rank. Copy rank 0's again: they are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
         val_sums = validate(args, device, val_loader, net)
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+        dist.all_reduce(train_sums)  # each has the sums of its own images: add them up
         dist.all_reduce(val_sums)
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
@@ -110,7 +109,8 @@ def main(rank, world_size, folder, args):  # in each process
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__), **vars(args)) | metrics | run), flush=True)
+    # One line for other programs: all flags and figures.
+    print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     torch.save(metrics, f"{folder}/metrics{rank}")  # launch() loads those of rank 0
     dist.destroy_process_group()
@@ -130,7 +130,7 @@ def build_network(args):
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. The peak learning rate follows the batch of all GPUs, not their number."""
+    """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -141,17 +141,17 @@ def compute_loss(args, model, images, labels, augment):
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
-    return F.cross_entropy(outputs.float(), labels), outputs
+    return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
 
-def validate(args, device, loader, net):
+def validate(args, device, loader, model):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
-    net.eval()
+    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, net, images, labels, augment=False)
+            loss, outputs = compute_loss(args, model, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)
@@ -206,9 +206,9 @@ def save_atomically(state, path):
 
 
 def save_checkpoint(args, stateful, epoch, metrics):
-    """Save all that a resumed run needs, and, if no epoch before was better, the weights in FILE.best."""
+    """Save all that a resumed run needs, and the weights of the best epoch in FILE.best."""
     states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:  # no epoch before was better
         save_atomically(states["net"], f"{args.checkpoint}.best")
     save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
 
@@ -218,15 +218,15 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
-        for name, value in flags.items():  # all other flags must be those of the checkpoint
-            if name not in may_differ and value != getattr(args, name, value):
-                raise SystemExit(f"{args.checkpoint} has {name}={value}, not {getattr(args, name)}; use its flags")
+        for name, value in vars(args).items():  # all other flags change the training: they must be equal
+            if name not in may_differ and flags.get(name, value) != value:
+                raise SystemExit(f"{args.checkpoint} has {name}={flags[name]}, not {value}; use its flags")
         for part, state in zip(stateful.values(), states):
             part.load_state_dict(state)
     return epochs_done, metrics
@@ -258,9 +258,9 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        may_be_zero = type(value) is float or name in ("seed", "workers")
-        if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
-            parser.error(f"--{name.replace('_', '-')} must not be {value}")
+        least = 0 if type(value) is float or name in ("workers", "seed") else 1
+        if type(value) in (int, float) and not value >= least:  # `not`, since comparing NaN gives False
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
         parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if "LOCAL_RANK" in os.environ:

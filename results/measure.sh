@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Measure the scripts; append the raw lines of every run to a file, which draw.py can draw.
 #
+#   bash results/measure.sh FILE table       run_all.sh on all GPUs, 512 images per GPU: its table, and the lines of its logs
 #   bash results/measure.sh FILE scaling     1, 2, 4, ... GPUs: 512 images per GPU, and 512 over all GPUs
 #   bash results/measure.sh FILE batches     64, 128, 256 and 512 images per GPU on all GPUs, with and without --compile
 #   bash results/measure.sh FILE ceilings    one GPU: two scripts, and the same without data loading (ceiling.py)
 #   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
-#   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without
+#   bash results/measure.sh FILE timm        224 pixels, float16: apex_amp_train.py beside timm's train.py, named in TIMM
+#   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without (mirror.py)
+#   bash results/measure.sh FILE airbench    the accuracy of cifar10-airbench's programs, in the folder AIRBENCH
 #   bash results/measure.sh FILE start       seconds from the command to each line of its output
 #
 # More flags go on to the scripts. Of each run, FILE has its command after a $, the line of each epoch, and the RESULT.
@@ -49,6 +52,15 @@ name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.
 print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")')" "$(date +%Y-%m-%d)" \
   "${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || printf unknown)}" "$part" "$*" >>"$file"
 case $part in
+  table)
+    ((all)) && flags=(--batch-size $((512 * all)) --epochs "$epochs" "${flags[@]}")
+    PYTHON=$python bash run_all.sh "${flags[@]}" 2>>"$file.err" | tee -a "$file"
+    logs=$(find logs -mindepth 1 -maxdepth 1 | sort | tail -n 1)
+    for log in "$logs"/*.log; do
+      printf '## %s\n' "${log##*/}"
+      grep -E '^(epoch [0-9]+ train_loss|RESULT) ' "$log"
+    done >>"$file"
+    ;;
   scaling)
     for n in "${counts[@]}"; do
       batches=($((512 * (n ? n : 1))))
@@ -85,11 +97,28 @@ case $part in
       one "$all" results/peers/${peer}_train.py --batch-size "$batch" --epochs "$epochs"
     done
     ;;
+  timm)
+    batch=$((256 * (all ? all : 1)))
+    one "$all" apex_amp_train.py --image-size 224 --batch-size "$batch" --epochs "$epochs"
+    printf '$ %s\n' "$TIMM, 256 images per GPU" >>"$file"
+    "$python" -m torch.distributed.run --standalone "--nproc-per-node=$((all ? all : 2))" "$TIMM" --data-dir data \
+      --dataset torch/cifar10 --num-classes 10 --model resnet50 --input-size 3 224 224 -b 256 --amp --channels-last \
+      --workers 12 --epochs "$epochs" --opt sgd --lr 0.1 --warmup-epochs 0 --log-interval 24 2>&1 |
+      tee -a "$file.err" | grep -oE 'Train: .*' >>"$file"
+    ;;
   accuracy)
     for seed in 21 22 23; do
       one "$all" ddp_launch_train.py --seed "$seed" --compile
     done
-    one "$all" ddp_launch_train.py
+    checkpoint=$(mktemp -d)/run.pt
+    one "$all" ddp_launch_train.py --checkpoint "$checkpoint"
+    "$python" results/mirror.py "$checkpoint" >>"$file"
+    ;;
+  airbench)
+    for program in airbench94_muon.py airbench96_faster.py; do
+      printf '$ %s\n' "$program" >>"$file"
+      (cd "$AIRBENCH" && "$python" "$program") 2>>"$file.err" | grep -E '  eval  |^Mean' >>"$file"
+    done
     ;;
   start)
     printf '$ ddp_launch_train.py --epochs 1 --log-every 1 %s\n' "$*" >>"$file"

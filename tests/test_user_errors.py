@@ -13,7 +13,7 @@ ONE = [*SMALL, "--epochs", "1", "--device", "cpu"]
 TABLE = """
 dp | --epochs many | argument --epochs: invalid int value: 'many'
 launch | --color red | unrecognized arguments: --color red
-dp | --lr nan | --lr must not be nan
+dp | --lr nan | --lr must be at least 0
 dp, launch, spawn, apex | --device cuda | argument --device: invalid choice: 'cuda' (choose from
 python launch, python apex, RANK=0 python launch, RANK=0 python apex | | start this script with torchrun: torchrun
 torchrun dp, torchrun spawn | | start this script without torchrun: python
@@ -36,9 +36,8 @@ apex | --opt-level O2 --backend torch | PyTorch has no O2 (float16 weights with 
 """
 CASES = [tuple(part.strip() for part in line.split("|")) for line in TABLE.strip().splitlines()]
 CASES = [(start, *rest) for starts, *rest in CASES for start in starts.split(", ")]
-for name in "limit image-size epochs batch-size log-every timeout lr clip-grad workers seed".split():
-    value = -1 if name in ("lr", "clip-grad", "workers", "seed") else 0
-    CASES.append(("launch" if name == "timeout" else "dp", f"--{name} {value}", f"--{name} must not be {value}"))
+for least, names in (0, "lr clip-grad workers seed"), (1, "limit image-size epochs batch-size log-every timeout"):
+    CASES += [("launch", f"--{name} {least - 1}", f"--{name} must be at least {least}") for name in names.split()]
 
 
 @pytest.fixture(scope="module")
