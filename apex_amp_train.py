@@ -1,6 +1,8 @@
 """Train a ResNet on CIFAR-10 in mixed precision with DDP: by PyTorch itself (torch.amp), or by NVIDIA Apex.
 
-    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # or with --backend apex
+    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py        # gpu: one process for each GPU
+
+For GPUs without bfloat16 (before Ampere). If yours has it, use ddp_launch_train.py, which is simpler.
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
@@ -10,17 +12,14 @@ Mixed precision computes convolutions and matrix products in float16, which is f
 Small gradients would become zero in float16. So the loss is multiplied by a scale before the backward pass, and
 the gradients are divided by it before the optimizer's step. The scale is found by trial: it begins with 65,536. If
 that is too large, gradients become infinite: the step is skipped, and the scale is halved. A few skipped steps are
-normal. The steps [AMP 1/6] to [AMP 6/6] do this by torch.amp: in main, in compute_loss and in train_epoch.
+normal. Steps [AMP 1/6] to [AMP 6/6] do this by torch.amp. (bfloat16 has the range of float32: it needs no scale.)
 
-If your GPU has bfloat16 (Ampere or newer), use ddp_launch_train.py: bfloat16 has the range of float32, and needs
-no scale.
-
-For old programs alone, the end of this file shows NVIDIA Apex (25.04 is its last release with amp) and the other
-levels (--opt-level):
+Only old programs need NVIDIA Apex (--backend apex; 25.04 is its last release with amp) and levels other than O1
+(--opt-level):
 
     O0    float32
     O1    mixed precision, as above (the default)
-    O2    float16 weights, but for BatchNorm's; the optimizer updates float32 copies of them (by Apex only)
+    O2    float16 weights except BatchNorm's; the optimizer updates float32 copies of them (by Apex only)
     O3    float16, without a scale
 """
 
@@ -62,7 +61,8 @@ def main(args):
 
     # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
+    timeout = datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
@@ -70,7 +70,7 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
+    # [DDP 4/8] Each process gets an equal share of each batch, so DDP's average is the whole batch's gradient.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -86,15 +86,16 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss.
-    args.amp = args.backend == "torch" and args.opt_level == "O1"  # the default
-    scaler = torch.amp.GradScaler(args.device) if args.amp else use_old_level(args, net, optimizer)  # see the end
+    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. (args.amp: O1 by torch, the default.)
+    scaler = torch.amp.GradScaler(args.device, enabled=args.amp)  # if not enabled, it does nothing
     # [AMP 2/6] A checkpoint holds the scale, too.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
+    if not args.amp:  # O0, O2, O3 or Apex, for old programs: see the end of this file
+        use_other_level(args, net, optimizer, stateful)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views avoid copies; not for Apex's O2
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # needs no device_ids; O2 fails on views
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -107,7 +108,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics on each rank. Copy rank 0's again: they are saved.
+        # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -121,7 +122,6 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    # One line for other programs: all flags and figures.
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
@@ -144,7 +144,8 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only SGD with fused=True needs this: if the first step is skipped, its momentum would be uninitialised.
+    # If the first step is skipped, fused SGD would not initialise its momentum: begin with zeros. (With another
+    # optimizer, delete this loop.)
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -193,7 +194,11 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         # [AMP 4/6] Scale the loss, so that small gradients do not become zero in float16.
-        scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
+        if args.backend == "torch":
+            scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
+        else:
+            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:  # its end divides the gradients by the scale
+                scaled_loss.backward()
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
@@ -207,8 +212,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
         sums[1] += len(labels)
         if step % args.log_every == 0:
-            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", end=" ")
-            print(f"scale {scaler.get_scale():g}", flush=True)  # smaller than before: steps were skipped
+            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
     loss.item()  # wait for the GPU; only then read the clock
     return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
 
@@ -218,7 +222,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; delete the checkpoint and try a smaller --lr")
     return metrics
 
 
@@ -241,7 +245,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
@@ -262,54 +266,25 @@ def load_checkpoint(args, stateful):
 # ------------------------------------------------------------ O0, O2, O3 and NVIDIA Apex: a new program needs none
 
 
-def use_old_level(args, net, optimizer):
-    """Change the network and the optimizer in place, as the level needs. Return a replacement of the scaler."""
+def use_other_level(args, net, optimizer, stateful):
+    """Change the network and the optimizer in place. With Apex, put its state into `stateful` as "scaler"."""
     if args.backend == "apex":
-        return ApexScaler(args, net, optimizer)
-    if args.opt_level == "O3":  # weights, images and momentum in float16
+        # O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
+        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+        stateful["scaler"] = ApexState(optimizer)
+    elif args.opt_level == "O3":  # weights, images and momentum in float16
         net.half()
         net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
         optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
-    return torch.amp.GradScaler(enabled=False)  # it does nothing; its step() is the optimizer's
 
 
-class ApexScaler:
-    """NVIDIA Apex behind the methods of torch.amp.GradScaler, so that the loop is the same. Apex's own calls:
+class ApexState:
+    """What a checkpoint holds of Apex: the scale, and the weights that the optimizer updates (float32 at O2)."""
 
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O1")
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-
-    In the loop, scale(loss) returns this object instead of a loss: its backward() does all of Apex's work.
-    """
-
-    def __init__(self, args, net, optimizer):
+    def __init__(self, optimizer):
         self.optimizer = optimizer
-        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
-        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
-    def scale(self, loss):
-        self.loss = loss
-        return self
-
-    def backward(self):
-        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()  # when the `with` ends, Apex divides the gradients by the scale, and adapts it
-
-    def unscale_(self, optimizer):
-        pass  # done in backward()
-
-    def step(self, optimizer):
-        optimizer.step()  # Apex skips it if the gradients are infinite or NaN
-
-    def update(self):
-        pass  # done in backward()
-
-    def get_scale(self):
-        return apex.amp.state_dict()["loss_scaler0"]["loss_scale"]
-
-    def state_dict(self):  # with the weights that the optimizer updates: at O2, float32 copies of those of `net`
+    def state_dict(self):
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 
@@ -364,6 +339,7 @@ def parse_args(argv=None):
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
+    args.amp = args.precision == "O1 by torch"  # enables autocast and GradScaler
     return args
 
 

@@ -40,7 +40,8 @@ def main(args):
 
     # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id)
+    timeout = datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
@@ -48,7 +49,7 @@ def main(args):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
+    # [DDP 4/8] Each process gets an equal share of each batch, so DDP's average is the whole batch's gradient.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -81,7 +82,7 @@ def main(args):
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics on each rank. Copy rank 0's again: they are saved.
+        # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -95,7 +96,6 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    # One line for other programs: all flags and figures.
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     dist.destroy_process_group()
@@ -180,7 +180,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; delete the checkpoint and try a smaller --lr")
     return metrics
 
 
@@ -203,7 +203,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

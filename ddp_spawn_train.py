@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # one process for each GPU of this machine; for several machines, use torchrun
+    python ddp_spawn_train.py        # on one machine: a process for each GPU
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
@@ -29,8 +29,8 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # processes; on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # no other machine can connect to them
-    with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave metrics in others
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # on Linux: no other machine can connect
+    with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave their metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
@@ -48,12 +48,13 @@ def main(rank, world_size, folder, args):  # in each process
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
 
     # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    meet = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # they meet in this file
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout), device_id=device_id, **meet)
+    timeout = datetime.timedelta(seconds=args.timeout)
+    meet = f"file://{folder}/store"  # the processes meet in this file, so they need no port
+    dist.init_process_group(backend, meet, timeout, world_size=world_size, rank=rank, device_id=device_id)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
@@ -61,7 +62,7 @@ def main(rank, world_size, folder, args):  # in each process
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
 
-    # [DDP 4/8] Each process gets an equal share of each batch: DDP's average is the gradient of the whole batch.
+    # [DDP 4/8] Each process gets an equal share of each batch, so DDP's average is the whole batch's gradient.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
     val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
@@ -95,7 +96,7 @@ def main(rank, world_size, folder, args):  # in each process
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics on each rank. Copy rank 0's again: they are saved.
+        # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -109,7 +110,6 @@ def main(rank, world_size, folder, args):  # in each process
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    # One line for other programs: all flags and figures.
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
     torch.save(metrics, f"{folder}/metrics{rank}")  # launch() loads those of rank 0
@@ -195,7 +195,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; delete the checkpoint and try a smaller --lr")
     return metrics
 
 
@@ -218,7 +218,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

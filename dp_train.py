@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel. DDP is faster: prefer ddp_launch_train.py.
 
-    python dp_train.py --batch-size 1024        # one process uses all GPUs; about 512 images per GPU are best
+    CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs, 512 images each
 
 In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies, and joins
 their outputs on GPU 0; backward() adds up their gradients there. The copies last for one step: what forward()
@@ -20,21 +20,6 @@ from torch.utils.data import DataLoader, RandomSampler
 import common
 
 
-class DataParallelInALoop(nn.DataParallel):
-    """nn.DataParallel, but with a loop instead of threads: a new thread does not inherit bfloat16 from autocast.
-
-    A call only queues work, so the GPUs run in parallel, unless forward() waits for a result, as .item() does.
-    Images/s of one H200: 15,600; of two with --batch-size 1024: threads 12,200, this loop 24,100, DDP 29,700.
-    """
-
-    def parallel_apply(self, replicas, inputs, kwargs):  # forward() calls it with a copy and a part for each GPU
-        outputs = []
-        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))
-        return outputs
-
-
 def main(args):
     cuda = args.device == "cuda"
     device = torch.device(args.device)  # "cuda" is GPU 0
@@ -44,7 +29,7 @@ def main(args):
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, the number of training images")
-    # [DP 1/4] Put the network on GPU 0. DataParallel copies it from there in each step.
+    # [DP 1/3] Put the network on GPU 0. DataParallel copies it from there in each step.
     net = build_network(args).to(device)
 
     sampler = RandomSampler(train_set)  # shuffles by the seed of each epoch, also after a resume
@@ -62,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/4] Wrap the network. nn.DataParallel(net) works, too, but is slower, and turns bfloat16 into float16.
+    # [DP 2/3] Wrap the network. nn.DataParallel(net) is slower, and right in float32 only: see the class below.
     model = DataParallelInALoop(net) if gpus > 1 else net  # `model` and `net` share their weights
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -75,14 +60,28 @@ def main(args):
         val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
-        if args.checkpoint:  # save `net`: in `model`, names of weights begin with "module."
+        if args.checkpoint:  # [DP 3/3] Save `net`: in `model`, names of weights begin with "module."
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
-    # One line for other programs: all flags and figures.
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+
+
+class DataParallelInALoop(nn.DataParallel):
+    """nn.DataParallel calls the copies in threads. They are slow, and in them autocast's bfloat16 becomes float16.
+
+    A loop does without them. The GPUs run in parallel all the same: a call only queues work (but for .item()).
+    Images/s of one H200: 15,600; of two with --batch-size 1024: threads 12,200, this loop 24,100, DDP 29,700.
+    """
+
+    def parallel_apply(self, replicas, inputs, kwargs):  # one copy, its part of the batch and its options per GPU
+        outputs = []
+        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*part, **options))
+        return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -109,7 +108,6 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
-        # [DP 3/4] This splits the images over the GPUs, and joins the outputs on GPU 0: the loss is of all images.
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
@@ -147,7 +145,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # [DP 4/4] runs on all GPUs. Gradients are added: `loss` is the mean of the whole batch
+        loss.backward()  # on all GPUs; adds up their gradients, since `loss` is the mean of the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -165,7 +163,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; start anew with a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; delete the checkpoint and try a smaller --lr")
     return metrics
 
 
@@ -188,7 +186,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
