@@ -14,8 +14,8 @@ the gradients are divided by it before the optimizer's step. The scale is found 
 that is too large, gradients become infinite: the step is skipped, and the scale is halved. A few skipped steps are
 normal. Steps [AMP 1/6] to [AMP 6/6] do this by torch.amp. (bfloat16 has the range of float32: it needs no scale.)
 
-Only old programs need NVIDIA Apex (--backend apex; 25.04 is its last release with amp) and levels other than O1
-(--opt-level):
+A new program needs only that. Old ones may need NVIDIA Apex (--backend apex; 25.04 is its last release with amp)
+and other levels (--opt-level):
 
     O0    float32
     O1    mixed precision, as above (the default)
@@ -72,12 +72,12 @@ def main(args):
 
     # [DDP 4/8] Each process gets an equal share of each batch, so DDP's average is the whole batch's gradient.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else, their start changes random numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -89,13 +89,13 @@ def main(args):
     # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. (args.amp: O1 by torch, the default.)
     scaler = torch.amp.GradScaler(args.device, enabled=args.amp)  # if not enabled, it does nothing
     # [AMP 2/6] A checkpoint holds the scale, too.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
-    if not args.amp:  # O0, O2, O3 or Apex, for old programs: see the end of this file
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
+    if not args.amp:  # another level, or Apex: see below
         use_other_level(args, net, optimizer, stateful)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # needs no device_ids; O2 fails on views
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views save copies; Apex's O2 fails
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -103,10 +103,12 @@ def main(args):
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
+        # [DDP 6/8] Another order in each epoch, other random numbers in each process; the same after a resume.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
+        if args.amp:
+            print(f"epoch {epoch} scale {scaler.get_scale():g}")  # smaller than before: steps were skipped
 
         # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
         for buffer in net.buffers():
@@ -144,8 +146,8 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # If the first step is skipped, fused SGD would not initialise its momentum: begin with zeros. (With another
-    # optimizer, delete this loop.)
+    # Fused SGD's momentum would be uninitialised if the scaler skips the first step: so it begins with zeros.
+    # With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
@@ -196,13 +198,13 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         # [AMP 4/6] Scale the loss, so that small gradients do not become zero in float16.
         if args.backend == "torch":
             scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
-        else:
-            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:  # its end divides the gradients by the scale
+        else:  # when the `with` ends, Apex divides the gradients by its scale, and lets optimizer.step() skip
+            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
-            # These are model.parameters(), or at Apex's O2 the float32 copies that the optimizer updates.
+            # What the optimizer updates: model.parameters(), except at Apex's O2.
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
@@ -267,7 +269,7 @@ def load_checkpoint(args, stateful):
 
 
 def use_other_level(args, net, optimizer, stateful):
-    """Change the network and the optimizer in place. With Apex, put its state into `stateful` as "scaler"."""
+    """Change the network and the optimizer in place, and with Apex `stateful`. O0 by torch needs nothing."""
     if args.backend == "apex":
         # O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
@@ -339,7 +341,7 @@ def parse_args(argv=None):
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
-    args.amp = args.precision == "O1 by torch"  # enables autocast and GradScaler
+    args.amp = args.backend == "torch" and args.opt_level == "O1"  # enables autocast and GradScaler
     return args
 
 

@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
 
-    python ddp_spawn_train.py        # on one machine: a process for each GPU
+    CUDA_VISIBLE_DEVICES=0,1 python ddp_spawn_train.py        # two processes; else one for each GPU of the machine
 
 Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
 - copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
@@ -64,12 +64,12 @@ def main(rank, world_size, folder, args):  # in each process
 
     # [DDP 4/8] Each process gets an equal share of each batch, so DDP's average is the whole batch's gradient.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else, their start changes random numbers
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # else spawned: slower. Data must not use CUDA
     )
@@ -91,7 +91,7 @@ def main(rank, world_size, folder, args):  # in each process
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Shuffle differently in each epoch, and draw different random numbers in each process.
+        # [DDP 6/8] Another order in each epoch, other random numbers in each process; the same after a resume.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)

@@ -4,7 +4,7 @@
 
 In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies, and joins
 their outputs on GPU 0; backward() adds up their gradients there. The copies last for one step: what forward()
-assigns to `self` is lost. BatchNorm normalises each part, and keeps GPU 0's statistics.
+assigns to `self` is lost. BatchNorm normalises each part by itself; only GPU 0's statistics are kept.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # else, starting the workers changes the shuffle
+        generator=torch.Generator().manual_seed(args.seed),  # else, their start changes the shuffle
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -47,8 +47,10 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/3] Wrap the network. nn.DataParallel(net) is slower, and right in float32 only: see the class below.
-    model = DataParallelInALoop(net) if gpus > 1 else net  # `model` and `net` share their weights
+    # [DP 2/3] Wrap the network. `model` and `net` share their weights.
+    model = nn.DataParallel(net) if gpus > 1 else net
+    if gpus > 1:  # its threads, one for each copy, are slow; and in them, autocast's bfloat16 becomes float16
+        model.parallel_apply = call_in_a_loop
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -69,19 +71,17 @@ def main(args):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
-class DataParallelInALoop(nn.DataParallel):
-    """nn.DataParallel calls the copies in threads. They are slow, and in them autocast's bfloat16 becomes float16.
+def call_in_a_loop(copies, inputs, kwargs):
+    """Call each copy of the network with its part of the batch. All lists, also the returned one: an item per GPU.
 
-    A loop does without them. The GPUs run in parallel all the same: a call only queues work (but for .item()).
+    A call only queues a GPU's work, so all GPUs run in parallel, as long as the network never waits for a result.
     Images/s of one H200: 15,600; of two with --batch-size 1024: threads 12,200, this loop 24,100, DDP 29,700.
     """
-
-    def parallel_apply(self, replicas, inputs, kwargs):  # one copy, its part of the batch and its options per GPU
-        outputs = []
-        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))
-        return outputs
+    outputs = []
+    for gpu, (copy, part, options) in enumerate(zip(copies, inputs, kwargs)):
+        with torch.cuda.device(gpu):
+            outputs.append(copy(*part, **options))
+    return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -145,7 +145,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # on all GPUs; adds up their gradients, since `loss` is the mean of the whole batch
+        loss.backward()  # on all GPUs. Their gradients are added up: `loss` is the mean of the whole batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
