@@ -77,7 +77,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else, their start changes random numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else, starting workers changes random numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -86,8 +86,8 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. (args.amp: O1 by torch, the default.)
-    scaler = torch.amp.GradScaler(args.device, enabled=args.amp)  # if not enabled, it does nothing
+    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. args.amp: O1 by torch, the default.
+    scaler = torch.amp.GradScaler(args.device, enabled=args.amp)  # not enabled: step() is optimizer.step()
     # [AMP 2/6] A checkpoint holds the scale, too.
     stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
     if not args.amp:  # another level, or Apex: see below
@@ -198,9 +198,8 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         # [AMP 4/6] Scale the loss, so that small gradients do not become zero in float16.
         if args.backend == "torch":
             scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
-        else:  # when the `with` ends, Apex divides the gradients by its scale, and lets optimizer.step() skip
-            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+        else:
+            backward_by_apex(loss, optimizer)
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
@@ -224,7 +223,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; delete the checkpoint and try a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr, another --checkpoint")
     return metrics
 
 
@@ -278,6 +277,12 @@ def use_other_level(args, net, optimizer, stateful):
         net.half()
         net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
         optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
+
+
+def backward_by_apex(loss, optimizer):
+    """Compute gradients, divided by Apex's scale. If they overflow, Apex makes the next optimizer.step() do nothing."""
+    with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
 
 
 class ApexState:

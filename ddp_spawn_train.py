@@ -69,7 +69,7 @@ def main(rank, world_size, folder, args):  # in each process
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else, their start changes random numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # else, starting workers changes random numbers
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # else spawned: slower. Data must not use CUDA
     )
@@ -195,7 +195,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; delete the checkpoint and try a smaller --lr")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr, another --checkpoint")
     return metrics
 
 
