@@ -89,13 +89,13 @@ def main(args):
     # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. args.amp: O1 by torch, the default.
     scaler = torch.amp.GradScaler(args.device, enabled=args.amp)  # not enabled: step() is optimizer.step()
     # [AMP 2/6] A checkpoint holds the scale, too.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # loaded in this order
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # Apex needs this order
     if not args.amp:  # another level, or Apex: see below
         use_other_level(args, net, optimizer, stateful)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views save copies; Apex's O2 fails
+    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views avoid copies; Apex's O2 forbids them
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -146,11 +146,11 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Fused SGD's momentum would be uninitialised if the scaler skips the first step: so it begins with zeros.
-    # With another optimizer, delete this loop.
+    # PyTorch calls fused SGD also if the first step is skipped; its new momentum would then stay uninitialised.
+    # So it begins with zeros. With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
 
 
 def compute_loss(args, model, images, labels, augment):
@@ -198,14 +198,12 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         # [AMP 4/6] Scale the loss, so that small gradients do not become zero in float16.
         if args.backend == "torch":
             scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
+            if args.clip_grad:
+                # [AMP 5/6] Divide the gradients by the scale before clipping.
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         else:
-            backward_by_apex(loss, optimizer)
-        if args.clip_grad:
-            # [AMP 5/6] Divide the gradients by the scale before clipping.
-            scaler.unscale_(optimizer)
-            # What the optimizer updates: model.parameters(), except at Apex's O2.
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            nn.utils.clip_grad_norm_(weights, args.clip_grad)
+            backward_by_apex(args, loss, optimizer)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
         scaler.step(optimizer)  # divides the gradients by the scale, unless done; skips if one is infinite or NaN
         scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
@@ -223,7 +221,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr, another --checkpoint")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr and a new --checkpoint")
     return metrics
 
 
@@ -270,7 +268,7 @@ def load_checkpoint(args, stateful):
 def use_other_level(args, net, optimizer, stateful):
     """Change the network and the optimizer in place, and with Apex `stateful`. O0 by torch needs nothing."""
     if args.backend == "apex":
-        # O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
+        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
         stateful["scaler"] = ApexState(optimizer)
     elif args.opt_level == "O3":  # weights, images and momentum in float16
@@ -279,10 +277,13 @@ def use_other_level(args, net, optimizer, stateful):
         optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
 
 
-def backward_by_apex(loss, optimizer):
-    """Compute gradients, divided by Apex's scale. If they overflow, Apex makes the next optimizer.step() do nothing."""
+def backward_by_apex(args, loss, optimizer):
+    """Compute the gradients. If they are infinite or NaN, Apex makes the next optimizer.step() do nothing."""
     with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+    # Here the gradients are divided by the scale. At O2, those of the optimizer's float32 copies count.
+    if args.clip_grad:
+        nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), args.clip_grad)
 
 
 class ApexState:

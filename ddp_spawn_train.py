@@ -133,7 +133,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
 
 
 def compute_loss(args, model, images, labels, augment):
@@ -195,7 +195,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr, another --checkpoint")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr and a new --checkpoint")
     return metrics
 
 

@@ -2,9 +2,9 @@
 
     CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs, 512 images each
 
-In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies in threads
-(here: in a loop), and joins their outputs on GPU 0; backward() adds up their gradients there. The copies last for
-one step: what forward() assigns to `self` is lost. BatchNorm normalises each part; GPU 0's statistics are kept.
+In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies, and joins
+their outputs on GPU 0; backward() adds up their gradients there. The copies last for one step: what forward()
+assigns to `self` is lost. BatchNorm normalises each part by itself; only GPU 0's statistics are kept.
 """
 
 import argparse
@@ -18,21 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import common
-
-
-class LoopDataParallel(nn.DataParallel):
-    """nn.DataParallel with a loop instead of threads. The GPUs run in parallel: a call only queues a GPU's work.
-
-    Threads are slow: images/s of one H200 15,600, of two by threads 12,200, by this loop 24,100, by DDP 29,700. And
-    autocast's bfloat16 does not reach them: they compute in float16. In float32, nn.DataParallel(net) is right, too.
-    """
-
-    def parallel_apply(self, replicas, inputs, kwargs):  # lists with an item for each GPU
-        outputs = []
-        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))
-        return outputs
 
 
 def main(args):
@@ -62,8 +47,8 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/3] Wrap the network. `model` and `net` share their weights.
-    model = LoopDataParallel(net) if gpus > 1 else net
+    # [DP 2/3] Wrap the network. nn.DataParallel(net) is the usual line; the class below is faster.
+    model = LoopDataParallel(net) if gpus > 1 else net  # `model` and `net` share their weights
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -84,6 +69,21 @@ def main(args):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
+class LoopDataParallel(nn.DataParallel):
+    """nn.DataParallel, but it calls the copies in a loop. Its threads, one for each copy, have two faults.
+
+    1. They are slow. Images/s in bfloat16: one H200 15,600, two 12,200; two by this loop 24,100, by DDP 29,700.
+    2. autocast's bfloat16 does not reach them: they compute in float16. In float32, they are right.
+    """
+
+    def parallel_apply(self, replicas, inputs, kwargs):  # each has an item for each GPU
+        outputs = []
+        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*part, **options))  # only queues the GPU's work: so GPUs run in parallel
+        return outputs
+
+
 # ------------------------------------------------------------ Replace these in your own project
 
 
@@ -101,7 +101,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # also varies the momentum
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
 
 
 def compute_loss(args, model, images, labels, augment):
@@ -163,7 +163,7 @@ def report(epoch, metrics, speed, previous):
     metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
     print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
     if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr, another --checkpoint")
+        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr and a new --checkpoint")
     return metrics
 
 

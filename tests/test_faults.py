@@ -168,7 +168,7 @@ def test_a_nan_loss_ends_the_run_and_the_checkpoint_of_the_epoch_before_stays(sc
     finished = run(command(script, *FEW, "--checkpoint", str(path), folder=folder))
     assert finished.returncode != 0 and "RESULT" not in finished.stdout
     said = set(finished.stderr.splitlines())
-    assert "epoch 2: NaN or infinite metrics; use a smaller --lr, another --checkpoint" in said
+    assert "epoch 2: NaN or infinite metrics; use a smaller --lr and a new --checkpoint" in said
     assert "\nepoch 2 train_loss nan val_loss " in finished.stdout
     assert torch.load(path, weights_only=True)["epoch"] == 1
 
