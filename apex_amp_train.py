@@ -14,8 +14,8 @@ the gradients are divided by it before the optimizer's step. The scale is found 
 that is too large, gradients become infinite: the step is skipped, and the scale is halved. A few skipped steps are
 normal. Steps [AMP 1/6] to [AMP 6/6] do this by torch.amp. (bfloat16 has the range of float32: it needs no scale.)
 
-A new program needs only that. Old ones may need NVIDIA Apex (--backend apex; 25.04 is its last release with amp)
-and other levels (--opt-level):
+A new program needs only torch.amp. Old ones may need NVIDIA Apex (--backend apex; 25.04 is its last release with
+amp) and other levels (--opt-level):
 
     O0    float32
     O1    mixed precision, as above (the default)
@@ -86,12 +86,12 @@ def main(args):
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss. args.amp: O1 by torch, the default.
-    scaler = torch.amp.GradScaler(args.device, enabled=args.amp)  # not enabled: step() is optimizer.step()
+    # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss.
+    scaler = torch.amp.GradScaler(args.device)
+    if not args.amp:  # Apex or another level than O1, for old programs: see the end of this file
+        scaler = use_other_level(args, net, optimizer)
     # [AMP 2/6] A checkpoint holds the scale, too.
     stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # Apex needs this order
-    if not args.amp:  # another level, or Apex: see below
-        use_other_level(args, net, optimizer, stateful)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -107,8 +107,7 @@ def main(args):
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
-        if args.amp:
-            print(f"epoch {epoch} scale {scaler.get_scale():g}")  # smaller than before: steps were skipped
+        print(f"epoch {epoch} scale {scaler.get_scale():g}")  # smaller than before: steps were skipped
 
         # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
         for buffer in net.buffers():
@@ -146,7 +145,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # PyTorch calls fused SGD also if the first step is skipped; its new momentum would then stay uninitialised.
+    # Only for fused SGD, which skips a step by itself: if that is the first one, its momentum stays uninitialised.
     # So it begins with zeros. With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -196,14 +195,13 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
         # [AMP 4/6] Scale the loss, so that small gradients do not become zero in float16.
-        if args.backend == "torch":
-            scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
-            if args.clip_grad:
-                # [AMP 5/6] Divide the gradients by the scale before clipping.
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-        else:
-            backward_by_apex(args, loss, optimizer)
+        scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients of all processes
+        if args.clip_grad:
+            # [AMP 5/6] Divide the gradients by the scale before clipping.
+            scaler.unscale_(optimizer)
+            # What the optimizer updates: model.parameters(), except at Apex's O2.
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
         scaler.step(optimizer)  # divides the gradients by the scale, unless done; skips if one is infinite or NaN
         scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
@@ -265,34 +263,52 @@ def load_checkpoint(args, stateful):
 # ------------------------------------------------------------ O0, O2, O3 and NVIDIA Apex: a new program needs none
 
 
-def use_other_level(args, net, optimizer, stateful):
-    """Change the network and the optimizer in place, and with Apex `stateful`. O0 by torch needs nothing."""
+def use_other_level(args, net, optimizer):
+    """Change the network and the optimizer in place. Return what takes the place of the gradient scaler."""
     if args.backend == "apex":
-        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
-        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
-        stateful["scaler"] = ApexState(optimizer)
-    elif args.opt_level == "O3":  # weights, images and momentum in float16
+        return ApexScaler(args, net, optimizer)
+    if args.opt_level == "O3":  # weights, images and momentum in float16
         net.half()
         net.register_forward_pre_hook(lambda module, inputs: inputs[0].half())
         optimizer.load_state_dict(optimizer.state_dict())  # gives the momentum the dtype of the weights
+    return torch.amp.GradScaler(enabled=False)  # without a scale: its step() is optimizer.step()
 
 
-def backward_by_apex(args, loss, optimizer):
-    """Compute the gradients. If they are infinite or NaN, Apex makes the next optimizer.step() do nothing."""
-    with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    # Here the gradients are divided by the scale. At O2, those of the optimizer's float32 copies count.
-    if args.clip_grad:
-        nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), args.clip_grad)
+class ApexScaler:
+    """NVIDIA Apex behind the methods of torch.amp.GradScaler, so that the loop is the same. Apex's own calls:
 
+    __init__()                   net, optimizer = amp.initialize(net, optimizer, opt_level="O1")
+    scale(loss).backward()       with amp.scale_loss(loss, optimizer) as scaled_loss:
+                                     scaled_loss.backward()
+    step(optimizer), update()    optimizer.step()
+    """
 
-class ApexState:
-    """What a checkpoint holds of Apex: the scale, and the weights that the optimizer updates (float32 at O2)."""
-
-    def __init__(self, optimizer):
+    def __init__(self, args, net, optimizer):
         self.optimizer = optimizer
+        # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
+        apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
 
-    def state_dict(self):
+    def scale(self, loss):
+        self.loss = loss
+        return self  # in place of the scaled loss: the loop calls its backward()
+
+    def backward(self):
+        with apex.amp.scale_loss(self.loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()  # when the `with` ends, Apex divides the gradients by the scale, and adapts it
+
+    def unscale_(self, optimizer):
+        pass  # done in backward()
+
+    def step(self, optimizer):
+        optimizer.step()  # Apex skips it if the gradients are infinite or NaN
+
+    def update(self):
+        pass  # done in backward()
+
+    def get_scale(self):
+        return apex.amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+    def state_dict(self):  # with the weights that the optimizer updates: at O2, float32 copies of those of `net`
         masters = [weight.detach() for weight in apex.amp.master_params(self.optimizer)]
         return dict(scale=apex.amp.state_dict(), masters=masters)
 

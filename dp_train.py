@@ -2,8 +2,8 @@
 
     CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs, 512 images each
 
-In each step, nn.DataParallel(net) splits the batch, copies the network to all GPUs, calls the copies, and joins
-their outputs on GPU 0; backward() adds up their gradients there. The copies last for one step: what forward()
+In each step, nn.DataParallel(net) splits the batch (scatter), copies the network to all GPUs (replicate), calls
+the copies (parallel_apply), and joins their outputs on GPU 0 (gather). The copies last for one step: what forward()
 assigns to `self` is lost. BatchNorm normalises each part by itself; only GPU 0's statistics are kept.
 """
 
@@ -47,7 +47,7 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/3] Wrap the network. nn.DataParallel(net) is the usual line; the class below is faster.
+    # [DP 2/3] Wrap the network. nn.DataParallel(net) itself is slow, and turns bfloat16 into float16: see below.
     model = LoopDataParallel(net) if gpus > 1 else net  # `model` and `net` share their weights
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -76,7 +76,7 @@ class LoopDataParallel(nn.DataParallel):
     2. autocast's bfloat16 does not reach them: they compute in float16. In float32, they are right.
     """
 
-    def parallel_apply(self, replicas, inputs, kwargs):  # each has an item for each GPU
+    def parallel_apply(self, replicas, inputs, kwargs):  # replicas[i] gets inputs[i] and kwargs[i]
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):

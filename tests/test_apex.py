@@ -16,7 +16,7 @@ from test_recipes import TINY, step_losses
 PACKAGES = {"none": [], "25.04": ["__init__", "amp", "parallel"], "25.07": ["__init__", "optimizers"]}
 SGD = "SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True"
 MOMENTUM = 'optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)'
-SCALE = ("GradScaler(args.device, ", "GradScaler(args.device, init_scale=256, ")  # nothing overflows by itself
+SCALE = ("GradScaler(args.device)", "GradScaler(args.device, init_scale=256)")  # nothing overflows by itself
 
 
 @pytest.fixture
