@@ -3,8 +3,8 @@
     CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs, 512 images each
 
 In each step, nn.DataParallel(net) splits the batch (scatter), copies the network to all GPUs (replicate), calls
-the copies (parallel_apply), and joins their outputs on GPU 0 (gather). The copies last for one step: what forward()
-assigns to `self` is lost. BatchNorm normalises each part by itself; only GPU 0's statistics are kept.
+the copies (parallel_apply), and joins their outputs on GPU 0 (gather). The copies last for one step: what their
+forward() assigns to `self` is lost. BatchNorm normalises each part by itself, and keeps GPU 0's statistics.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(args):
     # [DP 1/3] Put the network on GPU 0. DataParallel copies it from there in each step.
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles by the seed of each epoch, also after a resume
+    sampler = RandomSampler(train_set)  # shuffles by the global random numbers, seeded in each epoch
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
