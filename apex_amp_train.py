@@ -59,7 +59,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
 
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits --timeout seconds, the run ends.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     timeout = datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
@@ -77,7 +77,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else, starting workers changes random numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers, not touching the global one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -109,7 +109,7 @@ def main(args):
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
         print(f"epoch {epoch} scale {scaler.get_scale():g}")  # smaller than before: steps were skipped
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
+        # [DDP 7/8] Since the last step, each process has its own BatchNorm statistics. Copy rank 0's: they are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -161,14 +161,14 @@ def compute_loss(args, model, images, labels, augment):
     return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
 
-def validate(args, device, loader, model):
+def validate(args, device, loader, network):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
-    model.eval()
+    network.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, model, images, labels, augment=False)
+            loss, outputs = compute_loss(args, network, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)

@@ -50,7 +50,7 @@ def main(rank, world_size, folder, args):  # in each process
         torch.cuda.set_device(device)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # else Ctrl-C does not end a process that waits in NCCL
 
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. After --timeout seconds of waiting, a run ends.
+    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits --timeout seconds, the run ends.
     backend, device_id = ("nccl", device) if cuda else ("gloo", None)
     timeout = datetime.timedelta(seconds=args.timeout)
     meet = f"file://{folder}/store"  # the processes meet in this file, so they need no port
@@ -69,7 +69,7 @@ def main(rank, world_size, folder, args):  # in each process
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # else, starting workers changes random numbers
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers, not touching the global one
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # else spawned: slower. Data must not use CUDA
     )
@@ -83,7 +83,7 @@ def main(rank, world_size, folder, args):  # in each process
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # needs no device_ids; views avoid copies of gradients
+    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; views avoid copies
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -96,7 +96,7 @@ def main(rank, world_size, folder, args):  # in each process
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] The last step changed BatchNorm's statistics. Copy rank 0's: all validate what rank 0 saves.
+        # [DDP 7/8] Since the last step, each process has its own BatchNorm statistics. Copy rank 0's: they are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -144,14 +144,14 @@ def compute_loss(args, model, images, labels, augment):
     return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
 
-def validate(args, device, loader, model):
+def validate(args, device, loader, network):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
-    model.eval()
+    network.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, model, images, labels, augment=False)
+            loss, outputs = compute_loss(args, network, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)

@@ -37,7 +37,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # else, starting workers changes the shuffle
+        generator=torch.Generator().manual_seed(args.seed),  # seeds workers, not touching the global one
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -112,14 +112,14 @@ def compute_loss(args, model, images, labels, augment):
     return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
 
-def validate(args, device, loader, model):
+def validate(args, device, loader, network):
     """Return sums over all images of the loader: loss, correct answers, number of images."""
-    model.eval()
+    network.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     with torch.no_grad():
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, model, images, labels, augment=False)
+            loss, outputs = compute_loss(args, network, images, labels, augment=False)
             sums[0] += loss.double() * len(labels)
             sums[1] += (outputs.argmax(1) == labels).sum()
             sums[2] += len(labels)

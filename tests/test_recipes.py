@@ -121,8 +121,8 @@ def test_two_processes_train_like_one_on_the_same_global_batch(tmp_path):
 
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train", "apex_amp_train"])
 def test_all_processes_validate_with_the_same_network(script, tmp_path):
-    say = "print(f'STATE {sum(x.double().sum().item() for x in model.state_dict().values())} ', force=True)"
-    folder = edited(tmp_path / "project", script, ("    model.eval()\n", f"    model.eval()\n    {say}\n"))
+    say = "print(f'STATE {sum(x.double().sum().item() for x in network.state_dict().values())} ', force=True)"
+    folder = edited(tmp_path / "project", script, ("    network.eval()\n", f"    network.eval()\n    {say}\n"))
     finished = run(command(script, *TINY, "--limit", "24", "--epochs", "2", folder=folder))
     a, b, c, d = re.findall(r"STATE (\S+)", finished.stdout)
     assert a == b != c == d
