@@ -77,7 +77,7 @@ def main(args):
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers, not touching the global one
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -88,10 +88,10 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss.
     scaler = torch.amp.GradScaler(args.device)
-    if not args.amp:  # Apex or another level than O1, for old programs: see the end of this file
+    if not args.torch_amp:  # by Apex, or not at level O1, for old programs: see the end of this file
         scaler = use_other_level(args, net, optimizer)
     # [AMP 2/6] A checkpoint holds the scale, too.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # Apex needs this order
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # O2 needs this order
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
@@ -107,9 +107,9 @@ def main(args):
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
-        print(f"epoch {epoch} scale {scaler.get_scale():g}")  # smaller than before: steps were skipped
+        print(f"epoch {epoch} scale {scaler.get_scale():.0f}")  # smaller than before: steps were skipped
 
-        # [DDP 7/8] Since the last step, each process has its own BatchNorm statistics. Copy rank 0's: they are saved.
+        # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -156,7 +156,7 @@ def compute_loss(args, model, images, labels, augment):
     """Normalise and augment a batch; return its mean loss and the network's outputs."""
     images = common.prepare(images, args.image_size, args.pretrained, augment)
     # [AMP 3/6] Compute convolutions and matrix products in float16. Keep this `with` if you replace compute_loss.
-    with torch.autocast(args.device, torch.float16, enabled=args.amp):
+    with torch.autocast(args.device, torch.float16, enabled=args.torch_amp):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
 
@@ -199,7 +199,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
-            # What the optimizer updates: model.parameters(), except at Apex's O2.
+            # What the optimizer updates: model.parameters(), but at Apex's O2 their float32 copies.
             weights = [weight for group in optimizer.param_groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
@@ -242,7 +242,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
@@ -264,7 +264,7 @@ def load_checkpoint(args, stateful):
 
 
 def use_other_level(args, net, optimizer):
-    """Change the network and the optimizer in place. Return what takes the place of the gradient scaler."""
+    """Change the network and the optimizer in place, if the level needs it. Return what replaces the scaler."""
     if args.backend == "apex":
         return ApexScaler(args, net, optimizer)
     if args.opt_level == "O3":  # weights, images and momentum in float16
@@ -363,7 +363,7 @@ def parse_args(argv=None):
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"
-    args.amp = args.backend == "torch" and args.opt_level == "O1"  # enables autocast and GradScaler
+    args.torch_amp = args.backend == "torch" and args.opt_level == "O1"  # enables autocast and GradScaler
     return args
 
 

@@ -29,7 +29,7 @@ def launch(argv=None):
     """Start one process per GPU; return the metrics. In a notebook: ddp_spawn_train.launch(["--epochs", "5"])"""
     args = parse_args(argv)
     world_size = torch.cuda.device_count() if args.device == "cuda" else 2  # processes; on the CPU two, for tests
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # on Linux: no other machine can connect
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")  # loopback: no other machine can connect
     with tempfile.TemporaryDirectory() as folder:  # processes meet in one file there, and leave their metrics
         # [DDP 1/8] Start the processes. Each calls main(rank, world_size, folder, args); its rank is 0, 1, 2, ...
         try:
@@ -69,9 +69,9 @@ def main(rank, world_size, folder, args):  # in each process
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds workers, not touching the global one
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
-        multiprocessing_context="fork" if args.workers else None,  # else spawned: slower. Data must not use CUDA
+        multiprocessing_context="fork" if args.workers else None,  # faster than spawn. Data must not use CUDA
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
     val_loader = DataLoader(val_set, **loading)
@@ -96,7 +96,7 @@ def main(rank, world_size, folder, args):  # in each process
         common.seed_everything(args.seed, epoch, rank)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
-        # [DDP 7/8] Since the last step, each process has its own BatchNorm statistics. Copy rank 0's: they are saved.
+        # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
@@ -218,7 +218,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

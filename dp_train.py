@@ -1,6 +1,6 @@
 """Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel. DDP is faster: prefer ddp_launch_train.py.
 
-    CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs, 512 images each
+    CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs (else all)
 
 In each step, nn.DataParallel(net) splits the batch (scatter), copies the network to all GPUs (replicate), calls
 the copies (parallel_apply), and joins their outputs on GPU 0 (gather). The copies last for one step: what their
@@ -72,15 +72,15 @@ def main(args):
 class LoopDataParallel(nn.DataParallel):
     """nn.DataParallel, but it calls the copies in a loop. Its threads, one for each copy, have two faults.
 
-    1. They are slow. Images/s in bfloat16: one H200 15,600, two 12,200; two by this loop 24,100, by DDP 29,700.
-    2. autocast's bfloat16 does not reach them: they compute in float16. In float32, they are right.
+    1. autocast's bfloat16 does not reach them: they compute in float16, unless forward() has its own autocast.
+    2. They are slow. Images/s (512 per H200): one GPU 15,500; two: threads 12,200, this loop 24,100, DDP 29,700.
     """
 
     def parallel_apply(self, replicas, inputs, kwargs):  # replicas[i] gets inputs[i] and kwargs[i]
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))  # only queues the GPU's work: so GPUs run in parallel
+                outputs.append(replica(*part, **options))  # GPUs run in parallel, unless this waits (.item())
         return outputs
 
 
@@ -186,7 +186,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # copied to the GPU below
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Measure the scripts; append the raw lines of every run to a file, which draw.py can draw.
 #
-#   bash results/measure.sh FILE table       run_all.sh on all GPUs, 512 images per GPU: its table, and the lines of its logs
+#   bash results/measure.sh FILE table       run_all.sh with 512 images per GPU: its table, and the lines of its logs
 #   bash results/measure.sh FILE scaling     1, 2, 4, ... GPUs: 512 images per GPU, and 512 over all GPUs
 #   bash results/measure.sh FILE batches     64, 128, 256 and 512 images per GPU on all GPUs, with and without --compile
 #   bash results/measure.sh FILE ceilings    one GPU: two scripts, and the same without data loading (ceiling.py)
 #   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
 #   bash results/measure.sh FILE timm        224 pixels, float16: apex_amp_train.py beside timm's train.py, named in TIMM
-#   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without (mirror.py)
+#   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without, also with mirrored test images
 #   bash results/measure.sh FILE airbench    the accuracy of cifar10-airbench's programs, in the folder AIRBENCH
 #   bash results/measure.sh FILE start       seconds from the command to each line of its output
 #
-# More flags go on to the scripts. Of each run, FILE has its command after a $, the line of each epoch, and the RESULT.
+# More flags go on to the scripts. Of each run, FILE has its command after a $, the line of each epoch, and the RESULT
+# (of timm and airbench, what they print).
 # PYTHON names the Python to use (default: python3), EPOCHS the epochs of a run whose speed is measured (default: 5),
 # COUNTS="1 4" the numbers of GPUs (default: all powers of two).
 set -uo pipefail
@@ -54,8 +55,11 @@ print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")')
 case $part in
   table)
     ((all)) && flags=(--batch-size $((512 * all)) --epochs "$epochs" "${flags[@]}")
-    PYTHON=$python bash run_all.sh "${flags[@]}" 2>>"$file.err" | tee -a "$file"
-    logs=$(find logs -mindepth 1 -maxdepth 1 | sort | tail -n 1)
+    stamp=$(mktemp)
+    CUDA_VISIBLE_DEVICES=$(IFS=, && printf '%s' "${names[*]:0:all}") PYTHON=$python bash run_all.sh "${flags[@]}" \
+      2>>"$file.err" | tee -a "$file"
+    logs=$(find logs -mindepth 1 -maxdepth 1 -newer "$stamp" | tail -n 1)
+    [[ $logs ]] || exit 1
     for log in "$logs"/*.log; do
       printf '## %s\n' "${log##*/}"
       grep -E '^(epoch [0-9]+ train_loss|RESULT) ' "$log"
@@ -98,12 +102,13 @@ case $part in
     done
     ;;
   timm)
+    : "${TIMM:?}"
     batch=$((256 * (all ? all : 1)))
     one "$all" apex_amp_train.py --image-size 224 --batch-size "$batch" --epochs "$epochs"
     printf '$ %s\n' "$TIMM, 256 images per GPU" >>"$file"
     "$python" -m torch.distributed.run --standalone "--nproc-per-node=$((all ? all : 2))" "$TIMM" --data-dir data \
       --dataset torch/cifar10 --num-classes 10 --model resnet50 --input-size 3 224 224 -b 256 --amp --channels-last \
-      --workers 12 --epochs "$epochs" --opt sgd --lr 0.1 --warmup-epochs 0 --log-interval 24 2>&1 |
+      --output "$(mktemp -d)" --workers 12 --epochs "$epochs" --opt sgd --lr 0.1 --warmup-epochs 0 --log-interval 24 2>&1 |
       tee -a "$file.err" | grep -oE 'Train: .*' >>"$file"
     ;;
   accuracy)
@@ -115,6 +120,8 @@ case $part in
     "$python" results/mirror.py "$checkpoint" >>"$file"
     ;;
   airbench)
+    : "${AIRBENCH:?}"
+    python=$(command -v "$python" | xargs realpath -s)
     for program in airbench94_muon.py airbench96_faster.py; do
       printf '$ %s\n' "$program" >>"$file"
       (cd "$AIRBENCH" && "$python" "$program") 2>>"$file.err" | grep -E '  eval  |^Mean' >>"$file"

@@ -41,7 +41,7 @@ def test_runs_from_a_copy_with_common_alone_and_prints_the_agreed_lines(script, 
     finished, top = first_runs(script)
     found, alone = result(finished), script == "dp_train"
     flags = re.findall(r'\n    add\("__(\w+)"', (ROOT / f"{script}.py").read_text().replace("-", "_"))
-    assert list(found) == ["script", *flags, *["precision", "amp"] * (script == "apex_amp_train"), *FOUND]
+    assert list(found) == ["script", *flags, *["precision", "torch_amp"] * (script == "apex_amp_train"), *FOUND]
     how = "O1 by torch" if script == "apex_amp_train" else "fp32"
     where = r"process \d+ on 0 GPUs" if alone else r"rank 0: process \d+ on cpu"
     agreed = rf"precision {how}, 0 of 3 epochs are done\n{where}\n"
