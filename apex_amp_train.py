@@ -114,7 +114,7 @@ def main(args):
             dist.broadcast(buffer, src=0)
         # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
         val_sums = validate(args, device, val_loader, net)
-        dist.all_reduce(train_sums)  # each has the sums of its own images: add them up
+        dist.all_reduce(train_sums)  # add up the sums of all processes
         dist.all_reduce(val_sums)
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 

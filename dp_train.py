@@ -37,7 +37,7 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # seeds workers, not touching the global one
+        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers without global random numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -73,7 +73,7 @@ class LoopDataParallel(nn.DataParallel):
     """nn.DataParallel, but it calls the copies in a loop. Its threads, one for each copy, have two faults.
 
     1. autocast's bfloat16 does not reach them: they compute in float16, unless forward() has its own autocast.
-    2. They are slow. Images/s (512 per H200): one GPU 15,500; two: threads 12,200, this loop 24,100, DDP 29,700.
+    2. They are slow: images/s of one H200 15,500, of two 12,200, by this loop 24,100, by DDP 29,700 (512 on each).
     """
 
     def parallel_apply(self, replicas, inputs, kwargs):  # replicas[i] gets inputs[i] and kwargs[i]
