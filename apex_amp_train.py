@@ -13,14 +13,7 @@ Small gradients would become zero in float16. So the loss is multiplied by a sca
 the gradients are divided by it before the optimizer's step. The scale is found by trial: it begins with 65,536. If
 that is too large, gradients become infinite: the step is skipped, and the scale is halved. A few skipped steps are
 normal. Steps [AMP 1/6] to [AMP 6/6] do this by torch.amp. (bfloat16 has the range of float32: it needs no scale.)
-
-A new program needs only torch.amp. Old ones may need NVIDIA Apex (--backend apex; 25.04 is its last release with
-amp) and other levels (--opt-level):
-
-    O0    float32
-    O1    mixed precision, as above (the default)
-    O2    float16 weights except BatchNorm's; the optimizer updates float32 copies of them (by Apex only)
-    O3    float16, without a scale
+Old programs may use NVIDIA Apex (--backend apex), or another --opt-level: see the section "For old programs".
 """
 
 import argparse
@@ -38,11 +31,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import common
-
-try:
-    import apex.amp
-except Exception:  # not installed, without amp (after 25.04), or another package of that name
-    apex = None
 
 
 @record  # if a process fails, torchrun shows its traceback
@@ -88,14 +76,14 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss.
     scaler = torch.amp.GradScaler(args.device)
-    if not args.torch_amp:  # by Apex, or not at level O1, for old programs: see the end of this file
+    if not args.torch_amp:  # for old programs; else delete these two lines and the section "For old programs"
         scaler = use_other_level(args, net, optimizer)
     # [AMP 2/6] A checkpoint holds the scale, too.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # O2 needs this order
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=args.opt_level != "O2")  # views avoid copies; Apex's O2 forbids them
+    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; views avoid copies
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -145,8 +133,8 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Only for fused SGD, which skips a step by itself: if that is the first one, its momentum stays uninitialised.
-    # So it begins with zeros. With another optimizer, delete this loop.
+    # fused=True is 18% faster here, but if the first step is skipped, it leaves the momentum uninitialised. So begin
+    # with zeros. With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
@@ -199,9 +187,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler, scaler
         if args.clip_grad:
             # [AMP 5/6] Divide the gradients by the scale before clipping.
             scaler.unscale_(optimizer)
-            # What the optimizer updates: model.parameters(), but at Apex's O2 their float32 copies.
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            nn.utils.clip_grad_norm_(weights, args.clip_grad)
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         # [AMP 6/6] Step. If one GPU's gradients are infinite, DDP's average is, too: all processes skip the step.
         scaler.step(optimizer)  # divides the gradients by the scale, unless done; skips if one is infinite or NaN
         scaler.update()  # halves the scale after a skipped step; doubles it after 2,000 steps without one
@@ -260,7 +246,18 @@ def load_checkpoint(args, stateful):
     return epochs_done, metrics
 
 
-# ------------------------------------------------------------ O0, O2, O3 and NVIDIA Apex: a new program needs none
+# ------------------------------------------------------------ For old programs: NVIDIA Apex, and other levels
+
+# The levels of precision (--opt-level) have Apex's names:
+#     O0    float32
+#     O1    mixed precision, as above (the default)
+#     O2    float16 weights except BatchNorm's; the optimizer updates float32 copies of them (by Apex only)
+#     O3    float16, without a scale
+
+try:
+    import apex.amp
+except Exception:  # not installed, without amp (after release 25.04), or another package of that name
+    apex = None
 
 
 def use_other_level(args, net, optimizer):
@@ -284,9 +281,14 @@ class ApexScaler:
     """
 
     def __init__(self, args, net, optimizer):
-        self.optimizer = optimizer
+        self.net, self.optimizer = net, optimizer
         # This changes both in place. O1 patches PyTorch's functions; O2 and O3 make the weights of `net` float16.
         apex.amp.initialize(net, optimizer, opt_level=args.opt_level, verbosity=0)
+        optimizer.zero_grad = self.zero_grad
+
+    def zero_grad(self):  # Apex's own fails at O2, because DDP's gradients are views (gradient_as_bucket_view)
+        for weight in (*self.net.parameters(), *apex.amp.master_params(self.optimizer)):
+            weight.grad = None
 
     def scale(self, loss):
         self.loss = loss
@@ -360,6 +362,8 @@ def parse_args(argv=None):
         parser.error("not enough GPUs: each process needs one; or use --device cpu")
     if args.backend == "apex" and (apex is None or args.device == "cpu" or args.compile):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04 (see README), and no --compile")
+    if args.opt_level == "O2" and args.clip_grad:
+        parser.error("this script cannot clip at O2: that needs apex.amp.master_params")
     if args.backend == "torch" and args.opt_level == "O2":
         parser.error("PyTorch has no O2 (float16 weights with float32 copies); use O1, or --backend apex")
     args.precision = f"{args.opt_level} by {args.backend}"

@@ -1,10 +1,13 @@
 """Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel. DDP is faster: prefer ddp_launch_train.py.
 
-    CUDA_VISIBLE_DEVICES=0,1 python dp_train.py --batch-size 1024        # one process, two GPUs (else all)
+    python dp_train.py --batch-size 1024        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-In each step, nn.DataParallel(net) splits the batch (scatter), copies the network to all GPUs (replicate), calls
-the copies (parallel_apply), and joins their outputs on GPU 0 (gather). The copies last for one step: what their
-forward() assigns to `self` is lost. BatchNorm normalises each part by itself, and keeps GPU 0's statistics.
+With model = nn.DataParallel(net), each training step does the following:
+- model(images) copies the network from GPU 0 to all GPUs, splits the batch into a part for each, calls each copy
+  with its part, and joins the outputs on GPU 0, where the loss is computed;
+- loss.backward() adds up the gradients of all GPUs in `net` on GPU 0, and optimizer.step() updates `net` alone. So
+  the next step must copy it again. DDP copies the weights only once.
+BatchNorm normalises each part by itself, and `net` keeps the statistics of GPU 0's part.
 """
 
 import argparse
@@ -32,12 +35,12 @@ def main(args):
     # [DP 1/3] Put the network on GPU 0. DataParallel copies it from there in each step.
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles by the global random numbers, seeded in each epoch
+    sampler = RandomSampler(train_set)  # not shuffle=True, which uses `generator`: that starts anew after a resume
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers without global random numbers
+        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -47,8 +50,10 @@ def main(args):
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/3] Wrap the network. nn.DataParallel(net) itself is slow, and turns bfloat16 into float16: see below.
-    model = LoopDataParallel(net) if gpus > 1 else net  # `model` and `net` share their weights
+    # [DP 2/3] Wrap the network. Call `model`, but optimize and save `net`: they share their weights.
+    model = nn.DataParallel(net) if gpus > 1 else net
+    if gpus > 1:  # not by its threads, which are half as fast, and turn the bfloat16 of autocast into float16
+        model.parallel_apply = call_in_a_loop
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -60,7 +65,8 @@ def main(args):
         val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
-        if args.checkpoint:  # [DP 3/3] Save `net`: in `model`, names of weights begin with "module."
+        # [DP 3/3] Save `net`: in `model`, names of weights begin with "module."
+        if args.checkpoint:
             save_checkpoint(args, stateful, epoch, metrics)
 
     run = dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
@@ -69,19 +75,13 @@ def main(args):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
 
 
-class LoopDataParallel(nn.DataParallel):
-    """nn.DataParallel, but it calls the copies in a loop. Its threads, one for each copy, have two faults.
-
-    1. autocast's bfloat16 does not reach them: they compute in float16, unless forward() has its own autocast.
-    2. They are slow: images/s of one H200 15,500, of two 12,200, by this loop 24,100, by DDP 29,700 (512 on each).
-    """
-
-    def parallel_apply(self, replicas, inputs, kwargs):  # replicas[i] gets inputs[i] and kwargs[i]
-        outputs = []
-        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))  # GPUs run in parallel, unless this waits (.item())
-        return outputs
+def call_in_a_loop(copies, inputs, kwargs):
+    """Call copies[i], on GPU i, with inputs[i] and kwargs[i]. No call waits for its GPU: all compute at once."""
+    outputs = []
+    for gpu, copy in enumerate(copies):
+        with torch.cuda.device(gpu):
+            outputs.append(copy(*inputs[gpu], **kwargs[gpu]))
+    return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -145,7 +145,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # on all GPUs. Gradients are added, not averaged: `loss` already divides by the batch
+        loss.backward()  # on all GPUs; `net` gets the sum, which is the gradient of `loss`
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
