@@ -133,7 +133,7 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # fused=True is 18% faster here, but if the first step is skipped, it leaves the momentum uninitialised. So begin
+    # fused=True is 18% faster here. But if the first step is skipped, it leaves the momentum uninitialised: so begin
     # with zeros. With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
