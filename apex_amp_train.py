@@ -76,14 +76,14 @@ def main(args):
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     # [AMP 1/6] Make the gradient scaler: it holds the scale of the loss.
     scaler = torch.amp.GradScaler(args.device)
-    if not args.torch_amp:  # for old programs; else delete these two lines and the section "For old programs"
+    if not args.torch_amp:  # see the section "For old programs"
         scaler = use_other_level(args, net, optimizer)
     # [AMP 2/6] A checkpoint holds the scale, too.
-    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)
+    stateful = dict(net=net, scaler=scaler, optimizer=optimizer, scheduler=scheduler)  # in the order of loading
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; views avoid copies
+    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; avoids copies of gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -91,11 +91,11 @@ def main(args):
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Another order in each epoch, other random numbers in each process; the same after a resume.
+        # [DDP 6/8] Another order in each epoch, and other random numbers in each process.
         sampler.set_epoch(epoch)
-        common.seed_everything(args.seed, epoch, rank)
+        common.seed_everything(args.seed, epoch, rank)  # so a resumed run goes on like an unbroken one
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler, scaler)
-        print(f"epoch {epoch} scale {scaler.get_scale():.0f}")  # smaller than before: steps were skipped
+        print(f"epoch {epoch} scale {scaler.get_scale():g}")  # smaller than before: steps were skipped
 
         # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.
         for buffer in net.buffers():
@@ -133,8 +133,8 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # fused=True is 18% faster here. But if the first step is skipped, it leaves the momentum uninitialised: so begin
-    # with zeros. With another optimizer, delete this loop.
+    # A fused optimizer is 18% faster here, but skips steps by itself. If SGD skips its first one so, its momentum
+    # is left uninitialised: so begin with zeros. With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
@@ -228,7 +228,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else it would be on GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

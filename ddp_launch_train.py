@@ -69,7 +69,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; views avoid copies
+    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; avoids copies of gradients
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -77,9 +77,9 @@ def main(args):
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Another order in each epoch, other random numbers in each process; the same after a resume.
+        # [DDP 6/8] Another order in each epoch, and other random numbers in each process.
         sampler.set_epoch(epoch)
-        common.seed_everything(args.seed, epoch, rank)
+        common.seed_everything(args.seed, epoch, rank)  # so a resumed run goes on like an unbroken one
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.
@@ -203,7 +203,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else it would be on GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

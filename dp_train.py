@@ -3,8 +3,8 @@
     python dp_train.py --batch-size 1024        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 With model = nn.DataParallel(net), each training step does the following:
-- model(images) copies the network from GPU 0 to all GPUs, splits the batch into a part for each, calls each copy
-  with its part, and joins the outputs on GPU 0, where the loss is computed;
+- model(images) copies the network from GPU 0 to all GPUs, splits the batch into a part for each, calls the copies
+  with their parts (in threads), and joins the outputs on GPU 0, where the loss is computed;
 - loss.backward() adds up the gradients of all GPUs in `net` on GPU 0, and optimizer.step() updates `net` alone. So
   the next step must copy it again. DDP copies the weights only once.
 BatchNorm normalises each part by itself, and `net` keeps the statistics of GPU 0's part.
@@ -23,6 +23,17 @@ from torch.utils.data import DataLoader, RandomSampler
 import common
 
 
+class LoopDataParallel(nn.DataParallel):
+    """Optional: nn.DataParallel with a loop instead of threads, which are slow and turn bfloat16 into float16."""
+
+    def parallel_apply(self, copies, inputs, kwargs):  # calls copies[i] with inputs[i] and kwargs[i]
+        outputs = []
+        for gpu, copy, part, options in zip(self.device_ids, copies, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(copy(*part, **options))  # only starts its GPU, unless forward() waits (.item())
+        return outputs
+
+
 def main(args):
     cuda = args.device == "cuda"
     device = torch.device(args.device)  # "cuda" is GPU 0
@@ -35,12 +46,12 @@ def main(args):
     # [DP 1/3] Put the network on GPU 0. DataParallel copies it from there in each step.
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # not shuffle=True, which uses `generator`: that starts anew after a resume
+    sampler = RandomSampler(train_set)  # shuffles by the global random numbers, which each epoch seeds
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers
+        generator=torch.Generator().manual_seed(args.seed),  # so starting workers needs no global random numbers
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
@@ -51,9 +62,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DP 2/3] Wrap the network. Call `model`, but optimize and save `net`: they share their weights.
-    model = nn.DataParallel(net) if gpus > 1 else net
-    if gpus > 1:  # not by its threads, which are half as fast, and turn the bfloat16 of autocast into float16
-        model.parallel_apply = call_in_a_loop
+    model = LoopDataParallel(net) if gpus > 1 else net  # or nn.DataParallel
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -73,15 +82,6 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
-
-
-def call_in_a_loop(copies, inputs, kwargs):
-    """Call copies[i], on GPU i, with inputs[i] and kwargs[i]. No call waits for its GPU: all compute at once."""
-    outputs = []
-    for gpu, copy in enumerate(copies):
-        with torch.cuda.device(gpu):
-            outputs.append(copy(*inputs[gpu], **kwargs[gpu]))
-    return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -186,7 +186,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not all onto GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else it would be on GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
