@@ -3,10 +3,10 @@
     python dp_train.py --batch-size 1024        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 With model = nn.DataParallel(net), each training step does the following:
-- model(images) copies the network from GPU 0 to all GPUs, splits the batch into a part for each, calls the copies
-  with their parts (in threads), and joins the outputs on GPU 0, where the loss is computed;
-- loss.backward() adds up the gradients of all GPUs in `net` on GPU 0, and optimizer.step() updates `net` alone. So
-  the next step must copy it again. DDP copies the weights only once.
+- model(images) copies `net` from GPU 0 to all GPUs, splits the batch into a part for each, calls each copy with
+  its part (in threads, but here in a loop), and joins the outputs on GPU 0, where the loss is computed;
+- loss.backward() adds up the gradients of all copies in `net`, and optimizer.step() updates `net`. So each step
+  must copy it again, while DDP copies it only once.
 BatchNorm normalises each part by itself, and `net` keeps the statistics of GPU 0's part.
 """
 
@@ -21,17 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import common
-
-
-class LoopDataParallel(nn.DataParallel):
-    """Optional: nn.DataParallel with a loop instead of threads, which are slow and turn bfloat16 into float16."""
-
-    def parallel_apply(self, copies, inputs, kwargs):  # calls copies[i] with inputs[i] and kwargs[i]
-        outputs = []
-        for gpu, copy, part, options in zip(self.device_ids, copies, inputs, kwargs):
-            with torch.cuda.device(gpu):
-                outputs.append(copy(*part, **options))  # only starts its GPU, unless forward() waits (.item())
-        return outputs
 
 
 def main(args):
@@ -62,7 +51,9 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DP 2/3] Wrap the network. Call `model`, but optimize and save `net`: they share their weights.
-    model = LoopDataParallel(net) if gpus > 1 else net  # or nn.DataParallel
+    model = nn.DataParallel(net) if gpus > 1 else net
+    if gpus > 1:  # else it uses threads, which are slow, and in which autocast's bfloat16 becomes float16
+        model.parallel_apply = call_in_a_loop
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -82,6 +73,15 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+
+
+def call_in_a_loop(copies, inputs, kwargs):
+    """Call each copy with its part of the batch. A call only queues work for its GPU, so all compute at once."""
+    outputs = []
+    for gpu, (copy, part, options) in enumerate(zip(copies, inputs, kwargs)):
+        with torch.cuda.device(gpu):
+            outputs.append(copy(*part, **options))  # a forward() that waits, as by .item(), would hold up the next
+    return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -145,7 +145,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # on all GPUs; `net` gets the sum, which is the gradient of `loss`
+        loss.backward()  # on all GPUs; adds up, not averages: `loss` is already the mean over the batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
@@ -186,7 +186,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else it would be on GPU 0
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0 once more
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
