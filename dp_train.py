@@ -2,12 +2,11 @@
 
     python dp_train.py --batch-size 1024        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-With model = nn.DataParallel(net), each training step does the following:
-- model(images) copies `net` from GPU 0 to all GPUs, splits the batch into a part for each, calls each copy with
-  its part (in threads, but here in a loop), and joins the outputs on GPU 0, where the loss is computed;
-- loss.backward() adds up the gradients of all copies in `net`, and optimizer.step() updates `net`. So each step
-  must copy it again, while DDP copies it only once.
-BatchNorm normalises each part by itself, and `net` keeps the statistics of GPU 0's part.
+In each step, nn.DataParallel(net) copies `net` from GPU 0 to all GPUs, calls each copy with its part of the batch,
+and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the gradients of all copies in
+`net`, and optimizer.step() updates `net`. So the next step must copy it again, while DDP copies it only once. What
+forward() assigns to `self` is lost with the copy. BatchNorm normalises each part by itself, and `net` keeps the
+statistics of GPU 0's part.
 """
 
 import argparse
@@ -52,7 +51,8 @@ def main(args):
 
     # [DP 2/3] Wrap the network. Call `model`, but optimize and save `net`: they share their weights.
     model = nn.DataParallel(net) if gpus > 1 else net
-    if gpus > 1:  # else it uses threads, which are slow, and in which autocast's bfloat16 becomes float16
+    if gpus > 1:
+        # DataParallel calls the copies in threads. These are slow, and in them autocast's bfloat16 becomes float16.
         model.parallel_apply = call_in_a_loop
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -76,7 +76,7 @@ def main(args):
 
 
 def call_in_a_loop(copies, inputs, kwargs):
-    """Call each copy with its part of the batch. A call only queues work for its GPU, so all compute at once."""
+    """Call each copy with its part of the batch. A call only queues work, so all GPUs compute at once."""
     outputs = []
     for gpu, (copy, part, options) in enumerate(zip(copies, inputs, kwargs)):
         with torch.cuda.device(gpu):
@@ -145,7 +145,7 @@ def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad()
         loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # on all GPUs; adds up, not averages: `loss` is already the mean over the batch
+        loss.backward()  # gradients are added, not averaged: `loss` is already the mean over the batch
         if args.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
         optimizer.step()
