@@ -133,8 +133,8 @@ def build_optimizer(args, net, total_steps):
     """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # A fused optimizer is 18% faster here, but skips steps by itself. If SGD skips its first one so, its momentum
-    # is left uninitialised: so begin with zeros. With another optimizer, delete this loop.
+    # With fused=True, training is 18% faster. But a fused optimizer skips steps by itself: if SGD skips its first,
+    # its momentum is left uninitialised. So begin with zeros. With another optimizer, delete this loop.
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
@@ -228,7 +228,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0 once more
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0, as saved
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

@@ -52,7 +52,7 @@ def main(args):
     # [DP 2/3] Wrap the network. Call `model`, but optimize and save `net`: they share their weights.
     model = nn.DataParallel(net) if gpus > 1 else net
     if gpus > 1:
-        # DataParallel calls the copies in threads. These are slow, and in them autocast's bfloat16 becomes float16.
+        # DataParallel calls the copies in threads. They are slow, and in them autocast's bfloat16 becomes float16.
         model.parallel_apply = call_in_a_loop
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -186,7 +186,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # not onto GPU 0 once more
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0, as saved
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
