@@ -3,10 +3,9 @@
     python dp_train.py --batch-size 1024        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
 
 In each step, nn.DataParallel(net) copies `net` from GPU 0 to all GPUs, calls each copy with its part of the batch,
-and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the gradients of all copies in
-`net`, and optimizer.step() updates `net`. So the next step must copy it again, while DDP copies it only once. What
-forward() assigns to `self` is lost with the copy. BatchNorm normalises each part by itself, and `net` keeps the
-statistics of GPU 0's part.
+and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the copies' gradients in `net`,
+and optimizer.step() updates it. So the next step must copy it again, unlike DDP. What forward() assigns to `self`
+is lost with the copy. BatchNorm normalises each part by itself; `net` keeps GPU 0's statistics.
 """
 
 import argparse
@@ -46,13 +45,15 @@ def main(args):
     val_loader = DataLoader(val_set, **loading)
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
+    # [DP 2/3] Optimize and save `net`: in the wrapper below, names of weights begin with "module."
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/3] Wrap the network. Call `model`, but optimize and save `net`: they share their weights.
-    model = nn.DataParallel(net) if gpus > 1 else net
+    # [DP 3/3] Wrap the network. `model` and `net` share their weights.
+    model = net
     if gpus > 1:
-        # DataParallel calls the copies in threads. They are slow, and in them autocast's bfloat16 becomes float16.
+        model = nn.DataParallel(net)
+        # Replace its method that calls the copies in threads: these are slow, and turn bfloat16 into float16.
         model.parallel_apply = call_in_a_loop
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
@@ -65,7 +66,6 @@ def main(args):
         val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
         metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
 
-        # [DP 3/3] Save `net`: in `model`, names of weights begin with "module."
         if args.checkpoint:
             save_checkpoint(args, stateful, epoch, metrics)
 
