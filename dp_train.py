@@ -5,7 +5,7 @@
 In each step, nn.DataParallel(net) copies `net` from GPU 0 to all GPUs, calls each copy with its part of the batch,
 and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the copies' gradients in `net`,
 and optimizer.step() updates it. So the next step must copy it again, unlike DDP. What forward() assigns to `self`
-is lost with the copy. BatchNorm normalises each part by itself; `net` keeps GPU 0's statistics.
+is lost with the copies. BatchNorm normalises each part by itself; `net` keeps GPU 0's statistics.
 """
 
 import argparse
@@ -19,6 +19,19 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import common
+
+
+class LoopDataParallel(nn.DataParallel):
+    """nn.DataParallel calls the copies in threads. They are slow, and do not know the dtype of autocast: they compute
+    in float16 instead of bfloat16. This class calls the copies in a loop; the GPUs still work at the same time.
+    """
+
+    def parallel_apply(self, replicas, inputs, kwargs):  # replicas are the copies
+        outputs = []
+        for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
+            with torch.cuda.device(gpu):
+                outputs.append(replica(*part, **options))  # only queues work, unless forward() waits (.item())
+        return outputs
 
 
 def main(args):
@@ -45,16 +58,12 @@ def main(args):
     val_loader = DataLoader(val_set, **loading)
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [DP 2/3] Optimize and save `net`: in the wrapper below, names of weights begin with "module."
+    # [DP 2/3] Save `net`, not the wrapper below, in which the names of weights begin with "module."
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 3/3] Wrap the network. `model` and `net` share their weights.
-    model = net
-    if gpus > 1:
-        model = nn.DataParallel(net)
-        # Replace its method that calls the copies in threads: these are slow, and turn bfloat16 into float16.
-        model.parallel_apply = call_in_a_loop
+    # [DP 3/3] Wrap the network. In float32, nn.DataParallel itself would do. `model` and `net` share weights.
+    model = LoopDataParallel(net) if gpus > 1 else net
 
     print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
@@ -73,15 +82,6 @@ def main(args):
     print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
-
-
-def call_in_a_loop(copies, inputs, kwargs):
-    """Call each copy with its part of the batch. A call only queues work, so all GPUs compute at once."""
-    outputs = []
-    for gpu, (copy, part, options) in enumerate(zip(copies, inputs, kwargs)):
-        with torch.cuda.device(gpu):
-            outputs.append(copy(*part, **options))  # a forward() that waits, as by .item(), would hold up the next
-    return outputs
 
 
 # ------------------------------------------------------------ Replace these in your own project

@@ -53,7 +53,7 @@ def test_parts_come_in_the_agreed_order(script):
         found = re.findall(rf"# \[{tag} (\d+/\d+)\] ", text)
         assert found == [f"{number}/{len(found)}" for number in range(1, len(found) + 1)] != []
     functions = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
-    assert [name for name in functions if name not in ("launch", "use_other_level", "call_in_a_loop")] == ORDER
+    assert [name for name in functions if name not in ("launch", "use_other_level")] == ORDER
     first = re.findall(r"\n\n\n# -{60} (?:Replace these|Training and) .+\n\n\n(?:def|class) (\w+)", text)
     assert first == [ORDER[1], ORDER[7]]
     replaced = "".join(ast.get_source_segment(text, functions[name]) for name in REPLACED)
