@@ -22,8 +22,8 @@ import common
 
 
 class LoopDataParallel(nn.DataParallel):
-    """nn.DataParallel calls the copies in threads. They are slow, and do not know the dtype of autocast: they compute
-    in float16 instead of bfloat16. This class calls the copies in a loop; the GPUs still work at the same time.
+    """nn.DataParallel calls the copies in threads. They are slow and do not know autocast's dtype: they compute in
+    float16 instead of bfloat16. This class calls the copies in a loop; the GPUs still work at the same time.
     """
 
     def parallel_apply(self, replicas, inputs, kwargs):  # replicas are the copies
