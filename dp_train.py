@@ -5,7 +5,7 @@
 In each step, nn.DataParallel(net) copies `net` from GPU 0 to all GPUs, calls each copy with its part of the batch,
 and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the copies' gradients in `net`,
 and optimizer.step() updates it. So the next step must copy it again, unlike DDP. What forward() assigns to `self`
-is lost with the copies. BatchNorm normalises each part by itself; `net` keeps GPU 0's statistics.
+is lost with the copies. BatchNorm normalises each part by itself; GPU 0's statistics stay, in buffers of `net`.
 """
 
 import argparse
