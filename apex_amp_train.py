@@ -234,7 +234,7 @@ def load_checkpoint(args, stateful):
         except Exception as error:  # a damaged file can raise anything
             raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
         may_differ = "data_dir", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
-        for name, value in vars(args).items():  # all other flags change the training: they must be equal
+        for name, value in vars(args).items():  # all others must be equal; new ones are not in the file
             if name not in may_differ and flags.get(name, value) != value:
                 raise SystemExit(f"{args.checkpoint} has {name}={flags[name]}, not {value}; use its flags")
         for part, state in zip(stateful.values(), states):
@@ -351,7 +351,7 @@ def parse_args(argv=None):
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
-        least = 0 if type(value) is float or name in ("workers", "seed") else 1
+        least = 1 if name in ("limit", "image_size", "epochs", "batch_size", "log_every", "timeout") else 0
         if type(value) in (int, float) and not value >= least:  # `not`, since comparing NaN gives False
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
