@@ -69,7 +69,7 @@ def main(rank, world_size, folder, args):  # in each process
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,  # processes that load data
         persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers by rank, again after a resume
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
         pin_memory=cuda,
         multiprocessing_context="fork" if args.workers else None,  # faster than spawn. Data must not use CUDA
     )
@@ -93,7 +93,7 @@ def main(rank, world_size, folder, args):  # in each process
     for epoch in range(epochs_done + 1, args.epochs + 1):
         # [DDP 6/8] Another order in each epoch, and other random numbers in each process.
         sampler.set_epoch(epoch)
-        common.seed_everything(args.seed, epoch, rank)  # so a resumed run goes on like an unbroken one
+        common.seed_everything(args.seed, epoch, rank)  # so a resumed run equals an unbroken one, but for workers
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.

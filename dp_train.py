@@ -69,7 +69,7 @@ def main(args):
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        common.seed_everything(args.seed, epoch)  # so a resumed run goes on like an unbroken one
+        common.seed_everything(args.seed, epoch)  # so a resumed run equals an unbroken one, but for workers
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
