@@ -69,7 +69,7 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; True avoids copies
+    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; bucket views avoid copies
     if args.compile:
         model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
 
@@ -79,7 +79,7 @@ def main(args):
     for epoch in range(epochs_done + 1, args.epochs + 1):
         # [DDP 6/8] Another order in each epoch, and other random numbers in each process.
         sampler.set_epoch(epoch)
-        common.seed_everything(args.seed, epoch, rank)  # so a resumed run equals an unbroken one, but for workers
+        common.seed_everything(args.seed, epoch, rank)  # so a resumed run equals an unbroken one (not in workers)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.
@@ -203,7 +203,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0, as saved
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # no second copy on GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything

@@ -4,7 +4,7 @@
 
 In each step, nn.DataParallel(net) copies `net` from GPU 0 to all GPUs, calls each copy with its part of the batch,
 and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the copies' gradients in `net`,
-and optimizer.step() updates it. So the next step must copy it again, unlike DDP. What forward() assigns to `self`
+and optimizer.step() updates it. So the next step copies it again, unlike in DDP. What forward() assigns to `self`
 is lost with the copies. BatchNorm normalises each part by itself; GPU 0's statistics stay, in buffers of `net`.
 """
 
@@ -46,7 +46,7 @@ def main(args):
     # [DP 1/3] Put the network on GPU 0. DataParallel copies it from there in each step.
     net = build_network(args).to(device)
 
-    sampler = RandomSampler(train_set)  # shuffles by the global random numbers, which each epoch seeds
+    sampler = RandomSampler(train_set)  # shuffles by the global random numbers, seeded in each epoch
     loading = dict(
         batch_size=args.batch_size,
         num_workers=args.workers,  # processes that load data
@@ -69,7 +69,7 @@ def main(args):
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        common.seed_everything(args.seed, epoch)  # so a resumed run equals an unbroken one, but for workers
+        common.seed_everything(args.seed, epoch)  # so a resumed run equals an unbroken one (not in workers)
         train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
 
         val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
@@ -186,7 +186,7 @@ def load_checkpoint(args, stateful):
     epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
     if args.checkpoint and os.path.exists(args.checkpoint):
         try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # else onto GPU 0, as saved
+            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # no second copy on GPU 0
             epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
             states = [saved[name] for name in stateful]
         except Exception as error:  # a damaged file can raise anything
