@@ -4,10 +4,10 @@
 #   bash results/measure.sh FILE table       run_all.sh with 512 images per GPU: its table, and the lines of its logs
 #   bash results/measure.sh FILE scaling     1, 2, 4, ... GPUs: 512 images per GPU, and 512 over all GPUs
 #   bash results/measure.sh FILE batches     64, 128, 256 and 512 images per GPU on all GPUs, with and without --compile
-#   bash results/measure.sh FILE ceilings    one GPU: two scripts, and the same without data loading (ceiling.py)
+#   bash results/measure.sh FILE ceilings    one GPU, 512 images: three scripts, after what the GPU can do at most (ceiling.py)
 #   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
 #   bash results/measure.sh FILE timm        224 pixels, float16: apex_amp_train.py beside timm's train.py, named in TIMM
-#   bash results/measure.sh FILE accuracy    all defaults, three seeds, with --compile; then the first without, also with mirrored test images
+#   bash results/measure.sh FILE accuracy    all defaults, three seeds, without and with --compile; also with mirrored test images
 #   bash results/measure.sh FILE airbench    the accuracy of cifar10-airbench's programs, in the folder AIRBENCH
 #   bash results/measure.sh FILE start       seconds from the command to each line of its output
 #
@@ -85,13 +85,26 @@ case $part in
       done
     done
     ;;
-  ceilings)
-    for compile in '' --compile; do
-      for script in ddp_launch_train apex_amp_train; do
-        one "$((all ? 1 : 0))" "$script.py" --batch-size 512 --epochs "$epochs" $compile
-        one "$((all ? 1 : 0))" results/ceiling.py "$script" --workers 0 --batch-size 512 --epochs "$epochs" $compile
+  ceilings) # bf16 on the first GPU; at the same time float16 on the last, which can be the same
+    side() { # GPU PRECISION SCRIPT...
+      local mode script compile
+      names=("$1") file=$file.$2
+      for mode in '--compile --graph' --compile --graph ''; do
+        printf '$ gpus=1 ceiling.py --precision %s %s\n' "$2" "$mode" >>"$file"
+        # shellcheck disable=SC2086
+        CUDA_VISIBLE_DEVICES=$1 "$python" results/ceiling.py --precision "$2" $mode 2>>"$file.err" >>"$file"
       done
-    done
+      for script in "${@:3}"; do
+        for compile in '' --compile; do
+          [[ $script == dp_train.py && $compile ]] || one 1 "$script" --batch-size 512 --epochs "$epochs" $compile
+        done
+      done
+    }
+    side "${names[0]}" bf16 ddp_launch_train.py dp_train.py &
+    [[ ${names[-1]} == "${names[0]}" ]] && wait
+    side "${names[-1]}" fp16 apex_amp_train.py &
+    wait
+    cat "$file".{bf16,fp16} >>"$file"
     ;;
   peers)
     batch=$((512 * (all ? all : 1)))
@@ -112,12 +125,13 @@ case $part in
       tee -a "$file.err" | grep -oE 'Train: .*' >>"$file"
     ;;
   accuracy)
-    for seed in 21 22 23; do
-      one "$all" ddp_launch_train.py --seed "$seed" --compile
+    for compile in '' --compile; do
+      for seed in 21 22 23; do
+        checkpoint=$(mktemp -d)/run.pt
+        one "$all" ddp_launch_train.py --seed "$seed" --checkpoint "$checkpoint" $compile
+        "$python" results/mirror.py "$checkpoint" >>"$file"
+      done
     done
-    checkpoint=$(mktemp -d)/run.pt
-    one "$all" ddp_launch_train.py --checkpoint "$checkpoint"
-    "$python" results/mirror.py "$checkpoint" >>"$file"
     ;;
   airbench)
     : "${AIRBENCH:?}"
