@@ -72,7 +72,8 @@ def draw_accuracy(folder):
         images = 50_000 // result["batch_size"] * result["batch_size"]
         seconds = [sum(images / speed for speed, _ in epochs[: n + 1]) for n in range(len(epochs))]
         label = f"seed {result['seed']}{' --compile' * result['compile']}: {epochs[-1][1]:.2%}"
-        axis.plot(seconds, [accuracy for _, accuracy in epochs], marker=".", label=label)
+        style = dict(color="C0" if result["compile"] else "C1", linestyle=["-", "--", ":"][result["seed"] % 3])
+        axis.plot(seconds, [accuracy for _, accuracy in epochs], marker=".", label=label, **style)
     axis.set(xlabel="seconds of training", ylabel="test accuracy", xlim=(0, None), ylim=(0, 1))
     axis.legend(loc="lower right")
     save(figure, folder / "accuracy.svg")

@@ -85,26 +85,19 @@ case $part in
       done
     done
     ;;
-  ceilings) # bf16 on the first GPU; at the same time float16 on the last, which can be the same
-    side() { # GPU PRECISION SCRIPT...
-      local mode script compile
-      names=("$1") file=$file.$2
-      for mode in '--compile --graph' --compile --graph ''; do
-        printf '$ gpus=1 ceiling.py --precision %s %s\n' "$2" "$mode" >>"$file"
+  ceilings)
+    for precision in bf16 fp16; do
+      for mode in '' --graph --compile '--compile --graph'; do
+        printf '$ gpus=1 ceiling.py --precision %s %s\n' "$precision" "$mode" >>"$file"
         # shellcheck disable=SC2086
-        CUDA_VISIBLE_DEVICES=$1 "$python" results/ceiling.py --precision "$2" $mode 2>>"$file.err" >>"$file"
+        CUDA_VISIBLE_DEVICES=${names[0]} "$python" results/ceiling.py --precision "$precision" $mode 2>>"$file.err" >>"$file"
       done
-      for script in "${@:3}"; do
-        for compile in '' --compile; do
-          [[ $script == dp_train.py && $compile ]] || one 1 "$script" --batch-size 512 --epochs "$epochs" $compile
-        done
-      done
-    }
-    side "${names[0]}" bf16 ddp_launch_train.py dp_train.py &
-    [[ ${names[-1]} == "${names[0]}" ]] && wait
-    side "${names[-1]}" fp16 apex_amp_train.py &
-    wait
-    cat "$file".{bf16,fp16} >>"$file"
+    done
+    for compile in '' --compile; do
+      one 1 ddp_launch_train.py --batch-size 512 --epochs "$epochs" $compile
+      one 1 apex_amp_train.py --batch-size 512 --epochs "$epochs" $compile
+    done
+    one 1 dp_train.py --batch-size 512 --epochs "$epochs"
     ;;
   peers)
     batch=$((512 * (all ? all : 1)))
