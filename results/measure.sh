@@ -14,7 +14,8 @@
 # More flags go on to the scripts. Of each run, FILE has its command after a $, the line of each epoch, and the RESULT
 # (of timm and airbench, what they print).
 # PYTHON names the Python to use (default: python3), EPOCHS the epochs of a run whose speed is measured (default: 5),
-# COUNTS="1 4" the numbers of GPUs (default: all powers of two).
+# COUNTS="1 4" the numbers of GPUs (default: all powers of two), IMAGES="64 128" the images per GPU of `batches`.
+# To compare speeds, give a command three times, and take medians.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 if (($# < 2)); then
@@ -79,7 +80,7 @@ case $part in
     done
     ;;
   batches)
-    for images in 64 128 256 512; do
+    for images in ${IMAGES:-64 128 256 512}; do
       for compile in '' --compile; do
         one "$all" ddp_launch_train.py --batch-size $((images * (all ? all : 2))) --epochs "$epochs" $compile
       done
