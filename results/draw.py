@@ -3,9 +3,9 @@
     pip install matplotlib
     python results/draw.py results/2026-11-22-h200
 
-writes batches.svg (images/s over images per GPU, with and without --compile; from batches.txt, two_gpus.txt and
-accuracy.txt), accuracy.svg (test accuracy over seconds; from accuracy.txt) and profile.svg (what a GPU does in one
-step; from profile.json.gz), each if its files are there.
+writes batches.svg (images/s over images per GPU, with and without --compile; from batches.txt, two_gpus.txt,
+scaling.txt and accuracy.txt), accuracy.svg (test accuracy over seconds; from accuracy.txt) and profile.svg (what a
+GPU does in one step; from profile.json.gz), each if its files are there.
 """
 
 import gzip
@@ -42,15 +42,16 @@ def save(figure, path):
 
 
 def draw_batches(folder):
-    """Two lines, eager and compiled: the median speed of all epochs but the first over images per GPU."""
+    """Two lines, eager and compiled, over images per GPU: the median of the runs' median epochs but the first."""
     figure, axis = plt.subplots(figsize=(6, 3.5))
-    runs = read(folder / "batches.txt", folder / "two_gpus.txt", folder / "accuracy.txt")
+    runs = read(*(folder / f"{name}.txt" for name in ("batches", "two_gpus", "scaling", "accuracy")))
     runs = [run for run in runs if run[0]["script"] == "ddp_launch_train.py" and run[0]["gpus"] == 2]
     for compile, label in (True, "--compile"), (False, "eager"):
         speeds = {}
         for run, epochs in runs:
             if run["compile"] == compile:
-                speeds.setdefault(run["batch_size"] // 2, []).extend(speed for speed, _ in epochs[1:])
+                median = statistics.median(speed for speed, _ in epochs[1:])
+                speeds.setdefault(run["batch_size"] // 2, []).append(median)
         points = sorted((images, statistics.median(speed)) for images, speed in speeds.items())
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
