@@ -3,37 +3,22 @@
     pip install matplotlib
     python results/draw.py results/2026-11-22-h200
 
-writes batches.svg (images/s over images per GPU, with and without --compile; from batches.txt, two_gpus.txt,
-scaling.txt and accuracy.txt), accuracy.svg (test accuracy over seconds; from accuracy.txt) and profile.svg (what a
-GPU does in one step; from profile.json.gz), each if its files are there.
+writes batches.svg (images/s over images per GPU, with and without --compile, as medians.py prints them),
+accuracy.svg (test accuracy over seconds; from accuracy.txt) and profile.svg (what a GPU does in one step).
 """
 
 import gzip
 import json
-import re
 import statistics
 import sys
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+from medians import read, speeds
 
 plt.switch_backend("svg")
 matplotlib.rcParams["svg.hashsalt"] = "one"  # the same file from the same lines
-
-
-def read(*paths):
-    """Return the runs of raw files, each as (RESULT, [(images/s, accuracy) of each epoch])."""
-    runs, epochs = [], []
-    for path in paths:
-        for line in path.read_text().splitlines():
-            if line.startswith("$ "):
-                epochs = []
-            elif found := re.match(r"epoch \d+ .*val_accuracy (\S+) .*images_per_second (\S+)", line):
-                epochs.append((float(found[2]), float(found[1])))
-            elif line.startswith("RESULT "):
-                runs.append((json.loads(line.removeprefix("RESULT ")), epochs))
-    return runs
 
 
 def save(figure, path):
@@ -42,17 +27,14 @@ def save(figure, path):
 
 
 def draw_batches(folder):
-    """Two lines, eager and compiled, over images per GPU: the median of the runs' median epochs but the first."""
+    """Two lines, eager and compiled: the median speed of all runs over images per GPU."""
     figure, axis = plt.subplots(figsize=(6, 3.5))
-    runs = read(*(folder / f"{name}.txt" for name in ("batches", "two_gpus", "scaling", "accuracy")))
-    runs = [run for run in runs if run[0]["script"] == "ddp_launch_train.py" and run[0]["gpus"] == 2]
     for compile, label in (True, "--compile"), (False, "eager"):
-        speeds = {}
-        for run, epochs in runs:
-            if run["compile"] == compile:
-                median = statistics.median(speed for speed, _ in epochs[1:])
-                speeds.setdefault(run["batch_size"] // 2, []).append(median)
-        points = sorted((images, statistics.median(speed)) for images, speed in speeds.items())
+        points = [
+            (images // 2, statistics.median(found))
+            for (script, _, compiled, gpus, images), found in sorted(speeds(folder).items())
+            if (script, compiled, gpus) == ("ddp_launch_train.py", compile, 2)
+        ]
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
             place = dict(xytext=(0, 6 if compile else -14), textcoords="offset points", ha="center")

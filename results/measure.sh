@@ -7,7 +7,7 @@
 #   bash results/measure.sh FILE ceilings    one GPU, 512 images: three scripts, after what the GPU can do at most (ceiling.py)
 #   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
 #   bash results/measure.sh FILE timm        224 pixels, float16: apex_amp_train.py beside timm's train.py, named in TIMM
-#   bash results/measure.sh FILE accuracy    all defaults, three seeds, without and with --compile; also with mirrored test images
+#   bash results/measure.sh FILE accuracy    all defaults, three seeds; also with mirrored test images (then again with --compile)
 #   bash results/measure.sh FILE airbench    the accuracy of cifar10-airbench's programs, in the folder AIRBENCH
 #   bash results/measure.sh FILE start       seconds from the command to each line of its output
 #
@@ -35,9 +35,10 @@ one() {
   if [[ $script != dp_train.py && $script != ddp_spawn_train.py && $script != *lightning* ]]; then
     start=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
   fi
-  printf '$ gpus=%s %s\n' "$gpus" "$script $*" | tee -a "$file" >&2
+  set -- "$script" "$@" "${flags[@]}"
+  printf '$ gpus=%s %s\n' "$gpus" "$*" | tee -a "$file" >&2
   OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=$(IFS=, && printf '%s' "${names[*]:0:gpus}") \
-    "${start[@]}" "$script" "$@" "${flags[@]}" 2>>"$file.err" |
+    "${start[@]}" "$@" 2>>"$file.err" |
     grep --line-buffered -E '^(epoch [0-9]+ (train_loss|images_per_second)|RESULT) ?' | tee -a "$file" |
     grep --line-buffered -o 'images_per_second [0-9]*' >&2
 }
@@ -119,12 +120,10 @@ case $part in
       tee -a "$file.err" | grep -oE 'Train: .*' >>"$file"
     ;;
   accuracy)
-    for compile in '' --compile; do
-      for seed in 21 22 23; do
-        checkpoint=$(mktemp -d)/run.pt
-        one "$all" ddp_launch_train.py --seed "$seed" --checkpoint "$checkpoint" $compile
-        "$python" results/mirror.py "$checkpoint" >>"$file"
-      done
+    for seed in 21 22 23; do
+      checkpoint=$(mktemp -d)/run.pt
+      one "$all" ddp_launch_train.py --seed "$seed" --checkpoint "$checkpoint"
+      "$python" results/mirror.py "$checkpoint" >>"$file"
     done
     ;;
   airbench)
