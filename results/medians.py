@@ -3,7 +3,7 @@
     python results/medians.py results/2026-11-22-h200
 
 The speed of one run is the median of its epochs without the first, which has the start and the compilation.
-The runs are those of FILES, whose training steps are the same.
+The runs are those in FILES: their training steps compute the same, so they can be compared.
 """
 
 import json
