@@ -12,7 +12,9 @@ import statistics
 import sys
 from pathlib import Path
 
-FILES = "accuracy batches ceilings one_gpu peers scaling table table_6cd39d1 two_gpus".split()
+FILES = """
+accuracy accuracy_ebd827c batches ceilings one_gpu peers scaling table table_6cd39d1 table_ebd827c two_gpus
+""".split()
 
 
 def read(*paths):
