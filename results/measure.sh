@@ -6,6 +6,7 @@
 #   bash results/measure.sh FILE batches     64, 128, 256 and 512 images per GPU on all GPUs, with and without --compile
 #   bash results/measure.sh FILE ceilings    one GPU, 512 images: three scripts, after what the GPU can do at most (ceiling.py)
 #   bash results/measure.sh FILE peers       Lightning, accelerate and transforms per image, beside ddp_launch_train.py
+#   bash results/measure.sh FILE dp          nn.DataParallel itself, dp_train.py and ddp_launch_train.py, 512 images per GPU
 #   bash results/measure.sh FILE timm        224 pixels, float16: apex_amp_train.py beside timm's train.py, named in TIMM
 #   bash results/measure.sh FILE accuracy    all defaults, three seeds; also with mirrored test images (then again with --compile)
 #   bash results/measure.sh FILE airbench    the accuracy of cifar10-airbench's programs, in the folder AIRBENCH
@@ -32,7 +33,7 @@ IFS=, read -ra names <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((found - 1)))}"
 one() {
   local gpus=$1 script=$2 start=("$python")
   shift 2
-  if [[ $script != dp_train.py && $script != ddp_spawn_train.py && $script != *lightning* ]]; then
+  if [[ $script != dp_train.py && $script != ddp_spawn_train.py && $script != */@(lightning|dataparallel)_train.py ]]; then
     start=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
   fi
   set -- "$script" "$@" "${flags[@]}"
@@ -107,6 +108,11 @@ case $part in
     one "$all" ddp_launch_train.py --batch-size "$batch" --epochs "$epochs" --compile
     for peer in lightning accelerate torchvision; do
       one "$all" results/peers/${peer}_train.py --batch-size "$batch" --epochs "$epochs"
+    done
+    ;;
+  dp)
+    for script in results/peers/dataparallel_train.py dp_train.py ddp_launch_train.py; do
+      one "$all" "$script" --batch-size $((512 * (all ? all : 1))) --epochs "$epochs"
     done
     ;;
   timm)
