@@ -17,8 +17,9 @@ import dp_train
 
 class ThreadsDataParallel(nn.DataParallel):
     def parallel_apply(self, replicas, inputs, kwargs):
-        autocast = torch.autocast("cuda", torch.bfloat16, enabled=args.precision == "bf16")
-        return super().parallel_apply([autocast(replica.forward) for replica in replicas], inputs, kwargs)
+        bf16 = args.precision == "bf16"
+        forwards = [torch.autocast("cuda", torch.bfloat16, enabled=bf16)(replica.forward) for replica in replicas]
+        return super().parallel_apply(forwards, inputs, kwargs)
 
 
 if __name__ == "__main__":
