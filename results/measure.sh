@@ -33,7 +33,7 @@ IFS=, read -ra names <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((found - 1)))}"
 one() {
   local gpus=$1 script=$2 start=("$python")
   shift 2
-  if [[ $script != dp_train.py && $script != ddp_spawn_train.py && $script != */@(lightning|dataparallel)_train.py ]]; then
+  if [[ $script != dp_train.py && $script != ddp_spawn_train.py && $script != *@(lightning|dataparallel)_train.py ]]; then
     start=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
   fi
   set -- "$script" "$@" "${flags[@]}"
@@ -111,7 +111,7 @@ case $part in
     done
     ;;
   dp)
-    for script in results/peers/dataparallel_train.py dp_train.py ddp_launch_train.py; do
+    for script in results/dataparallel_train.py dp_train.py ddp_launch_train.py; do
       one "$all" "$script" --batch-size $((512 * (all ? all : 1))) --epochs "$epochs"
     done
     ;;

@@ -1,6 +1,6 @@
 """dp_train.py, but with nn.DataParallel's own threads in place of the loop, to compare their speeds.
 
-    python results/peers/dataparallel_train.py [the flags of dp_train.py]
+    python results/dataparallel_train.py [the flags of dp_train.py]
 
 autocast is inside the threads, since they do not know the dtype of an autocast outside.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import dp_train
 
 
