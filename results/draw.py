@@ -37,13 +37,13 @@ def draw_batches(folder):
         ]
         axis.plot(*zip(*points, strict=True), marker="o", label=label)
         for images, speed in points:
-            place = dict(xytext=(0, 6 if compile else -14), textcoords="offset points", ha="center")
-            axis.annotate(f"{speed:,.0f}", (images, speed), **place)
+            place = dict(xytext=(-4, 6), ha="right") if compile else dict(xytext=(4, -14), ha="left")
+            axis.annotate(f"{speed:,.0f}", (images, speed), textcoords="offset points", **place)
     axis.set_xscale("log", base=2)
     axis.set_xticks([images for images, _ in points], [images for images, _ in points])
     axis.set(xlabel="images per GPU and step", ylabel="images/s over both GPUs", ylim=(0, 50_000))
     axis.yaxis.set_major_formatter("{x:,.0f}")
-    axis.margins(x=0.1)
+    axis.margins(x=0.15)
     axis.legend(loc="upper left")
     save(figure, folder / "batches.svg")
 

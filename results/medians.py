@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 FILES = """
-accuracy accuracy_ebd827c batches ceilings one_gpu peers scaling table table_6cd39d1 table_ebd827c two_gpus
+accuracy accuracy_ebd827c batches ceilings dp_3ad4050 kernels one_gpu peers scaling
+table table_6cd39d1 table_ebd827c two_gpus
 """.split()
 
 
@@ -23,11 +24,12 @@ def read(*paths):
     for path in paths:
         for line in path.read_text().splitlines():
             if line.startswith(("$ ", "## ")):
-                epochs = []
+                epochs, named = [], re.search(r"\w+_train\.py", line)
             elif found := re.match(r"epoch \d+ .*val_accuracy (\S+) .*images_per_second (\S+)", line):
                 epochs.append((float(found[2]), float(found[1])))
             elif line.startswith("RESULT "):
-                runs.append((json.loads(line.removeprefix("RESULT ")), epochs))
+                run = json.loads(line.removeprefix("RESULT "))
+                runs.append((run | ({"script": named[0]} if named else {}), epochs))
     return runs
 
 
