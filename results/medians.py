@@ -20,7 +20,7 @@ table table_6cd39d1 table_ebd827c two_gpus
 
 def read(*paths):
     """Return the runs of raw files, each as (RESULT, [(images/s, accuracy) of each epoch])."""
-    runs, epochs = [], []
+    runs, epochs, named = [], [], None
     for path in paths:
         for line in path.read_text().splitlines():
             if line.startswith(("$ ", "## ")):
