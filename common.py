@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import os
 import random
 import sys
 
@@ -36,8 +37,8 @@ def load_cifar10(data_dir, limit=None, synthetic=False):
         try:
             with FileLock(f"{data_dir}/.cifar10.lock"):  # creates the folder, too
                 splits = [CIFAR10(data_dir, train, download=True) for train in (True, False)]
-        except Exception as why:
-            raise SystemExit(f"no data: {why}; put {CIFAR10.filename} in {data_dir}, or use --synthetic") from None
+        except Exception as error:
+            raise SystemExit(f"no data: {error}; put {CIFAR10.filename} in {data_dir}, or use --synthetic") from None
     return [TensorDataset(torch.from_numpy(s.data[:limit]), torch.tensor(s.targets[:limit])) for s in splits]
 
 
@@ -87,12 +88,15 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
     net = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)
     nn.init.constant_(net.layer4[0].downsample[1].weight, 0.2)
     if pretrained:
-        weights = torchvision.models.get_model_weights(arch).DEFAULT
+        url = torchvision.models.get_model_weights(arch).DEFAULT.url
+        folder, name = f"{torch.hub.get_dir()}/checkpoints", os.path.basename(url)
         try:
-            net.load_state_dict(weights.get_state_dict(progress=False, check_hash=True, weights_only=True))
+            if not os.path.exists(f"{folder}/{name}"):
+                with FileLock(f"{folder}/{name}.lock"):  # one process downloads, the others wait
+                    torch.hub.load_state_dict_from_url(url, progress=False, check_hash=True)
+            net.load_state_dict(torch.load(f"{folder}/{name}", map_location="cpu", weights_only=True))
         except Exception as error:
-            folder = f"{torch.hub.get_dir()}/checkpoints"
-            raise SystemExit(f"no weights ({type(error).__name__}); put {weights.url} into {folder}") from None
+            raise SystemExit(f"no ImageNet weights: {error}; put {url} into {folder}") from None
     if image_size <= 64:
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         net.maxpool = nn.Identity()

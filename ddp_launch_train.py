@@ -1,14 +1,13 @@
-"""Train a ResNet on CIFAR-10 on several GPUs with DistributedDataParallel (DDP): one process per GPU.
+"""Train a ResNet on CIFAR-10 with DistributedDataParallel (DDP): one process per GPU, started by torchrun.
 
-    torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # gpu: one process for each GPU
+    torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # one process for each GPU
 
-Each process (its number is its rank) has a copy of the network and its own share of every batch. DDP
-- copies rank 0's weights to all processes once, and its BatchNorm statistics before each training step;
-- averages the gradients of all processes in each backward pass. So all must train for the same number of steps.
+Every process runs this whole script on its own GPU. It has a replica of the network and its own share of every
+batch. DDP copies the weights of rank 0 to all replicas once. In each backward pass it averages the gradients of
+all processes (an all-reduce). So all replicas take the same step and stay equal.
 """
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -24,80 +23,104 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import common
 
 
-@record  # if a process fails, torchrun shows its traceback
+@record  # torchrun shows the traceback of the process that failed first
 def main(args):
     # [DDP 1/8] torchrun starts this script once per GPU and tells each process who it is.
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, or with force=True
+    common.setup_for_distributed(rank == 0)  # print() now prints on rank 0 only, unless force=True
 
-    # [DDP 2/8] Each process uses its own GPU. Without set_device, every process would take memory of GPU 0, too.
+    # [DDP 2/8] Each process uses its own GPU. Without set_device, each would also take memory on GPU 0.
     cuda = args.device == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-
-    # [DDP 3/8] Connect the processes: GPUs by NCCL, CPUs by gloo. If one waits --timeout seconds, the run ends.
-    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
-    timeout = datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
+    if args.sync_bn:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # BatchNorm over the images of all GPUs, not of each
+    checkpoint = [load_checkpoint(args) if rank == 0 else None]  # a list, as broadcast_object_list needs
 
-    # [DDP 4/8] Each process gets an equal share of each batch, so DDP's average is the whole batch's gradient.
-    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)  # equal shares
-    val_set = Subset(val_set, range(rank, len(val_set), world_size))  # each image once, unlike DistributedSampler
+    # [DDP 3/8] Connect the processes: with NCCL on GPUs, with gloo on CPUs. Rank 0 sends its checkpoint to all.
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    dist.broadcast_object_list(checkpoint, src=0)
+
+    # [DDP 4/8] Each process loads an equal share of each batch, so DDP's average is the whole batch's gradient.
+    sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
-        num_workers=args.workers,  # processes that load data
-        persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, differently on each rank
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,  # start them once, not in every epoch
+        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, in place of the global one
         pin_memory=cuda,
     )
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
-    val_loader = DataLoader(val_set, **loading)
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
+    val_loader = DataLoader(val_share, **loading)
 
-    if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # normalises over the images of all GPUs, not of each
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
-    epochs_done, metrics = load_checkpoint(args, stateful)
+    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
+    epochs_done, metrics = resume(checkpoint.pop(), stateful)
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # no device_ids: net is on its GPU; bucket views avoid copies
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients lie in DDP's communication buffers: no copies
     if args.compile:
-        model = torch.compile(model, mode="reduce-overhead")  # records CUDA graphs: fewer calls from Python
+        # DDP broadcasts BatchNorm's statistics in each step. A compiled network is faster without, and [DDP 7/8]
+        # broadcasts them once an epoch. This is set here because the argument of DDP() is deprecated.
+        model.broadcast_buffers = False
+        model = torch.compile(model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
-    print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
-    print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)
+    print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)  # on every rank
+    print(f"{epochs_done} of {args.epochs} epochs are done")
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Another order in each epoch, and other random numbers in each process.
+        # [DDP 6/8] Shuffle differently in each epoch, and augment with other random numbers on each rank.
         sampler.set_epoch(epoch)
-        common.seed_everything(args.seed, epoch, rank)  # so a resumed run equals an unbroken one (not in workers)
-        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
+        common.seed_everything(args.seed, epoch, rank)
 
-        # [DDP 7/8] The last step left each process its own BatchNorm statistics. Copy rank 0's, which are saved.
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        epoch_start = time.perf_counter()
+        for step, batch in enumerate(train_loader, 1):
+            optimizer.zero_grad()
+            loss, _, _ = compute_loss(args, model, batch, device, augment=True)
+            loss.backward()  # meanwhile, DDP averages the gradients over all processes
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
+            if step % args.log_every == 0:
+                print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g} (rank 0)", flush=True)
+        dist.all_reduce(loss_sum)  # the sum over all processes
+        train_loss = loss_sum.item() / len(train_loader) / world_size
+        images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
+
+        # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Validate with `net`, not
+        # `model`: DDP may communicate in a forward pass, which hangs if the processes have unequal shares.
         for buffer in net.buffers():
-            dist.broadcast(buffer, src=0)
-        # Validate with `net`: a forward pass of `model` may communicate, and hang if a process has fewer batches.
-        val_sums = validate(args, device, val_loader, net)
-        dist.all_reduce(train_sums)  # add up the sums of all processes
+            dist.broadcast(buffer, src=0)  # the last step left each process its own BatchNorm statistics
+        val_sums = validate(args, net, val_loader, device)
         dist.all_reduce(val_sums)
-        metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
+        results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
+        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])
+        metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)
+        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DDP 8/8] Only rank 0 writes checkpoints. Save `net`: in `model`, names of weights begin with "module."
+        # [DDP 8/8] Only rank 0 saves, and it saves `net`: the names of `model`'s weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
-    run = dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
-    print(f"rank {rank}: peak GPU memory {torch.cuda.max_memory_allocated() // 2**20} MiB", force=True)
+    seconds, peak_mib = time.perf_counter() - start, torch.cuda.max_memory_allocated() // 2**20
+    print(f"rank {rank}: peak GPU memory {peak_mib} MiB", force=True)
+    result = dict(script=os.path.basename(__file__)) | vars(args) | metrics
+    result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=seconds, peak_mib=peak_mib)
+    print("RESULT", json.dumps(result), flush=True)
     dist.destroy_process_group()
 
 
@@ -105,120 +128,116 @@ def main(args):
 
 
 def load_data(args):
-    """Return the training set and the validation set. Their items: (uint8 image (height, width, 3), label)."""
+    """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
 def build_network(args):
-    """Return the network. Weights that shall not be trained have requires_grad=False."""
+    """Return the network on the CPU. Parameters with requires_grad=False stay frozen."""
     return common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
+    """Return the optimizer and its learning rate schedule. The rate follows --batch-size, over all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
 
 
-def compute_loss(args, model, images, labels, augment):
-    """Normalise and augment a batch; return its mean loss and the network's outputs."""
-    images = common.prepare(images, args.image_size, args.pretrained, augment)
+def compute_loss(args, model, batch, device, augment):
+    """Return the mean loss of a batch from the DataLoader, the outputs (n, classes) and the labels (n)."""
+    images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
+    images = common.prepare(images, args.image_size, args.pretrained, augment)  # augment and normalise on the GPU
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
-    return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
+    return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
 
 
-def validate(args, device, loader, network):
-    """Return sums over all images of the loader: loss, correct answers, number of images."""
-    network.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    with torch.no_grad():
-        for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, network, images, labels, augment=False)
-            sums[0] += loss.double() * len(labels)
-            sums[1] += (outputs.argmax(1) == labels).sum()
-            sums[2] += len(labels)
-    return sums
+@torch.no_grad()
+def validate(args, net, loader, device):
+    """Return sums over the images of this process, as one tensor: loss, correct predictions, number of images."""
+    net.eval()
+    loss_sum, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in loader:
+        loss, outputs, labels = compute_loss(args, net, batch, device, augment=False)
+        loss_sum += loss.double() * len(labels)
+        correct += (outputs.argmax(1) == labels).sum()
+        count += len(labels)
+    return torch.stack([loss_sum, correct, count])
 
 
-def metrics_from(train_sums, val_sums):
-    """Return the metrics, as floats, from the sums over all images. The largest val_accuracy decides FILE.best."""
-    train_loss, train_count = train_sums.tolist()
-    val_loss, correct, count = val_sums.tolist()
-    return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
+def metrics_from(val_sums):
+    """Return the metrics from the sums over all images. The epoch with the best val_accuracy is in FILE.best."""
+    loss_sum, correct, count = val_sums.tolist()
+    return dict(val_loss=loss_sum / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Training and checkpoints
+# ------------------------------------------------------------ Checkpoints
 
 
-def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
-    """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
-    model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    start = time.perf_counter()
-    for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        optimizer.zero_grad()
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # meanwhile, DDP averages the gradients of all processes
-        if args.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-        optimizer.step()
-        scheduler.step()
-        sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
-        sums[1] += len(labels)
-        if step % args.log_every == 0:
-            print(f"epoch {epoch} step {step}/{len(loader)} loss of rank 0: {loss.item():.5g}", flush=True)
-    loss.item()  # wait for the GPU; only then read the clock
-    return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
-
-
-def report(epoch, metrics, speed, previous):
-    """Add the best accuracy so far and the speed to the metrics of this epoch. Print and return them."""
-    metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
-    print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
-    if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr and a new --checkpoint")
+def check_metrics(epoch, metrics):
+    """Return the metrics as Python floats. End the run if one is NaN or infinite, before its weights are saved."""
+    if "val_accuracy" not in metrics:
+        raise ValueError("metrics_from() must return val_accuracy: it decides which epoch is the best")
+    metrics = {name: float(value) for name, value in metrics.items()}
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise SystemExit(f"epoch {epoch}: {name} is {value}; use a smaller --lr and a new --checkpoint")
     return metrics
 
 
+def save_checkpoint(args, stateful, epoch, metrics):
+    """Save everything a resumed run needs, and the weights alone in FILE.best if this epoch is the best so far."""
+    states = {name: part.state_dict() for name, part in stateful.items()}
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+        save_atomically(states["net"], f"{args.checkpoint}.best")
+    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
+
+
 def save_atomically(state, path):
-    """Write a file completely or not at all: if the process is killed meanwhile, the old file remains."""
+    """Write the whole file or nothing: a run that is killed meanwhile leaves the old file as it was."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
-def save_checkpoint(args, stateful, epoch, metrics):
-    """Save all that a resumed run needs, and the weights of the best epoch in FILE.best."""
-    states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics["val_accuracy"] == metrics["best_accuracy"]:  # no epoch before was better
-        save_atomically(states["net"], f"{args.checkpoint}.best")
-    save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
+def load_checkpoint(args):
+    """Return what save_checkpoint() saved, or None if there is no file. Refuse a file that does not fit."""
+    if not args.checkpoint:
+        return None
+    if not os.access(os.path.dirname(args.checkpoint), os.W_OK):
+        raise SystemExit(f"--checkpoint: cannot write into {os.path.dirname(args.checkpoint)}")
+    if not os.path.exists(args.checkpoint):
+        return None
+    try:
+        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file can raise anything
+        raise SystemExit(f"cannot read {args.checkpoint}: {error}") from None
+    if missing := {"net", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys():
+        raise SystemExit(f"{args.checkpoint} is not a checkpoint of this script: it lacks {missing}")
+    may_change = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "device"
+    for name, value in vars(args).items():
+        if name not in may_change and (saved := checkpoint["flags"].get(name, value)) != value:
+            raise SystemExit(f"{args.checkpoint} was saved with {name}={saved}, not {value}; use its flags")
+    return checkpoint
 
 
-def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
-    epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
-    if args.checkpoint and os.path.exists(args.checkpoint):
-        try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # no second copy on GPU 0
-            epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
-            states = [saved[name] for name in stateful]
-        except Exception as error:  # a damaged file can raise anything
-            raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
-        for name, value in vars(args).items():  # all others must be equal; new ones are not in the file
-            if name not in may_differ and flags.get(name, value) != value:
-                raise SystemExit(f"{args.checkpoint} has {name}={flags[name]}, not {value}; use its flags")
-        for part, state in zip(stateful.values(), states):
-            part.load_state_dict(state)
-    found = [None] * dist.get_world_size()  # all must go on from the same epoch, or they would wait for each other
-    dist.all_gather_object(found, epochs_done)
-    if len(set(found)) > 1:
-        raise SystemExit(f"the processes find different versions of {args.checkpoint}; use a shared disk")
-    return epochs_done, metrics
+def resume(checkpoint, stateful):
+    """Load a checkpoint, unless it is None. Return the number of epochs done and their last metrics."""
+    if checkpoint is None:
+        return 0, dict(best_accuracy=-math.inf)
+    for name, part in stateful.items():
+        part.load_state_dict(checkpoint[name])
+    return checkpoint["epoch"], checkpoint["metrics"]
+
+
+# ------------------------------------------------------------ Flags
+
+
+def positive(text):
+    """Return a whole number of at least 1. For other texts, argparse reports an "invalid positive value"."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def parse_args(argv=None):
@@ -226,38 +245,36 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
     add("--synthetic", action="store_true", help="train on generated images, without a download")
-    add("--limit", type=int, help="use only the first LIMIT images of each set")
+    add("--limit", type=positive, help="use only the first LIMIT images of each set")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
-    add("--image-size", type=int, default=32, help="in pixels (default: 32)")
+    add("--image-size", type=positive, default=32, help="in pixels (default: 32)")
     add("--pretrained", action="store_true", help="start from ImageNet weights; best with --image-size 224")
-    add("--freeze-backbone", action="store_true", help="train only the last layer")
-    add("--epochs", type=int, default=30, help="default: 30")
-    add("--batch-size", type=int, default=512, help="images per step over all GPUs (default: 512)")
+    add("--freeze-backbone", action="store_true", help="train only the last layer; use it with --pretrained")
+    add("--epochs", type=positive, default=30, help="default: 30")
+    add("--batch-size", type=positive, default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
-    add("--sync-bn", action="store_true", help="compute BatchNorm over the shares of all GPUs (not on the CPU)")
+    add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
-    add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
+    add("--log-every", type=positive, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
-    add("--timeout", type=int, default=600, help="seconds for which a process waits for the others (default: 600)")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():
-        least = 1 if name in ("limit", "image_size", "epochs", "batch_size", "log_every", "timeout") else 0
-        if type(value) in (int, float) and not value >= least:  # `not`, since comparing NaN gives False
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
-        parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
-    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    if "LOCAL_RANK" not in os.environ:
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
-    if args.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        parser.error("not enough GPUs: each process needs one; or use --device cpu")
-    bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    args.precision = args.precision or ("bf16" if bf16 else "fp32")
+    if args.device == "cuda" and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():
+        parser.error("each process needs a GPU of its own: start fewer processes, or use --device cpu")
+    if args.sync_bn and args.device == "cpu":
+        parser.error("--sync-bn needs GPUs: PyTorch has no SyncBatchNorm for CPUs")
+    if args.clip_grad is not None and not args.clip_grad > 0:
+        parser.error("--clip-grad must be greater than 0")
+    if args.precision is None:
+        bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bf16" if bf16 else "fp32"
     return args
 
 

@@ -1,11 +1,13 @@
-"""Train a ResNet on CIFAR-10 on several GPUs with nn.DataParallel. DDP is faster: prefer ddp_launch_train.py.
+"""Train a ResNet on CIFAR-10 with nn.DataParallel: one process for all GPUs. On one GPU, it is the baseline.
 
-    python dp_train.py --batch-size 1024        # one process uses all GPUs, or those in CUDA_VISIBLE_DEVICES
+    python dp_train.py        # all GPUs, or those in CUDA_VISIBLE_DEVICES
 
-In each step, nn.DataParallel(net) copies `net` from GPU 0 to all GPUs, calls each copy with its part of the batch,
-and joins the outputs on GPU 0, where the loss is computed. loss.backward() adds up the copies' gradients in `net`,
-and optimizer.step() updates it. So the next step copies it again, unlike in DDP. What forward() assigns to `self`
-is lost with the copies. BatchNorm normalises each part by itself; GPU 0's statistics stay, in buffers of `net`.
+In each forward pass, nn.DataParallel copies the network from GPU 0 to all GPUs, gives each replica a part of the
+batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all
+replicas on GPU 0. DDP (ddp_launch_train.py) is faster: its replicas stay on their GPUs, each with its own process.
+
+The replicas are deleted after each step. What forward() assigns to `self` in them is lost. BatchNorm normalises
+each part of the batch by itself, and keeps the statistics of GPU 0's part.
 """
 
 import argparse
@@ -22,15 +24,13 @@ import common
 
 
 class LoopDataParallel(nn.DataParallel):
-    """nn.DataParallel calls the copies in threads. They are slow and do not know autocast's dtype: they compute in
-    float16 instead of bfloat16. This class calls the copies in a loop; the GPUs still work at the same time.
-    """
+    """nn.DataParallel, but with a loop: its own threads are slower, and use float16 in place of bfloat16."""
 
-    def parallel_apply(self, replicas, inputs, kwargs):  # replicas are the copies
+    def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))  # only queues work, unless forward() waits (.item())
+                outputs.append(replica(*part, **options))  # only queues the work: all GPUs run at the same time
         return outputs
 
 
@@ -42,162 +42,186 @@ def main(args):
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     if args.batch_size > len(train_set):
-        raise SystemExit(f"--batch-size must be at most {len(train_set)}, the number of training images")
-    # [DP 1/3] Put the network on GPU 0. DataParallel copies it from there in each step.
+        raise SystemExit(f"--batch-size must be at most {len(train_set)}")
+    # [DP 1/3] Put the network on GPU 0: DataParallel copies it from there.
     net = build_network(args).to(device)
+    checkpoint = load_checkpoint(args)
 
-    sampler = RandomSampler(train_set)  # shuffles by the global random numbers, seeded in each epoch
+    sampler = RandomSampler(train_set)
     loading = dict(
         batch_size=args.batch_size,
-        num_workers=args.workers,  # processes that load data
-        persistent_workers=args.workers > 0,  # start them once, not in each epoch
-        generator=torch.Generator().manual_seed(args.seed),  # so starting workers needs no global random numbers
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0,  # start them once, not in every epoch
+        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers, in place of the global one
         pin_memory=cuda,
     )
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)  # only full batches
+    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_set, **loading)
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [DP 2/3] Save `net`, not the wrapper below, in which the names of weights begin with "module."
-    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
-    epochs_done, metrics = load_checkpoint(args, stateful)
+    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
+    epochs_done, metrics = resume(checkpoint, stateful)
 
-    # [DP 3/3] Wrap the network. In float32, nn.DataParallel itself would do. `model` and `net` share weights.
+    # [DP 2/3] Wrap the network. `model` and `net` share weights.
     model = LoopDataParallel(net) if gpus > 1 else net
+    if args.compile:
+        model = torch.compile(model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
-    print(f"precision {args.precision}, {epochs_done} of {args.epochs} epochs are done")
     print(f"process {os.getpid()} on {gpus} GPUs", flush=True)
+    print(f"{epochs_done} of {args.epochs} epochs are done")
     start = time.perf_counter()
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        common.seed_everything(args.seed, epoch)  # so a resumed run equals an unbroken one (not in workers)
-        train_sums, speed = train_epoch(args, device, epoch, train_loader, model, optimizer, scheduler)
+        common.seed_everything(args.seed, epoch)  # for shuffling and augmentation
 
-        val_sums = validate(args, device, val_loader, model)  # on all GPUs, too
-        metrics = report(epoch, metrics_from(train_sums, val_sums), speed, previous=metrics)
+        model.train()
+        loss_sum = torch.zeros((), device=device)
+        epoch_start = time.perf_counter()
+        for step, batch in enumerate(train_loader, 1):
+            optimizer.zero_grad()
+            loss, _, _ = compute_loss(args, model, batch, device, augment=True)
+            loss.backward()  # sums the gradients of all replicas
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
+            optimizer.step()
+            scheduler.step()
+            loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
+            if step % args.log_every == 0:
+                print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g}", flush=True)
+        train_loss = loss_sum.item() / len(train_loader)
+        images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
+        val_sums = validate(args, model, val_loader, device)
+        results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
+        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])
+        metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)
+        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
+
+        # [DP 3/3] Save `net`: the names of `model`'s weights begin with "module."
         if args.checkpoint:
             save_checkpoint(args, stateful, epoch, metrics)
 
-    run = dict(gpus=gpus, world_size=1, seconds=time.perf_counter() - start)
-    print("RESULT", json.dumps(dict(script=os.path.basename(__file__)) | vars(args) | metrics | run), flush=True)
+    seconds, peak_mib = time.perf_counter() - start, torch.cuda.max_memory_allocated() // 2**20
     for gpu in range(gpus):
         print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+    result = dict(script=os.path.basename(__file__)) | vars(args) | metrics
+    result |= dict(gpus=gpus, world_size=1, seconds=seconds, peak_mib=peak_mib)
+    print("RESULT", json.dumps(result), flush=True)
 
 
 # ------------------------------------------------------------ Replace these in your own project
 
 
 def load_data(args):
-    """Return the training set and the validation set. Their items: (uint8 image (height, width, 3), label)."""
+    """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label)."""
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
 def build_network(args):
-    """Return the network. Weights that shall not be trained have requires_grad=False."""
+    """Return the network on the CPU. Parameters with requires_grad=False stay frozen."""
     return common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)
 
 
 def build_optimizer(args, net, total_steps):
-    """Return SGD and its schedule. The learning rate follows --batch-size, which counts the images of all GPUs."""
+    """Return the optimizer and its learning rate schedule. The rate follows --batch-size, over all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
 
 
-def compute_loss(args, model, images, labels, augment):
-    """Normalise and augment a batch; return its mean loss and the network's outputs."""
-    images = common.prepare(images, args.image_size, args.pretrained, augment)
+def compute_loss(args, model, batch, device, augment):
+    """Return the mean loss of a batch from the DataLoader, the outputs (n, classes) and the labels (n)."""
+    images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
+    images = common.prepare(images, args.image_size, args.pretrained, augment)  # augment and normalise on the GPU
     with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
-    return nn.functional.cross_entropy(outputs.float(), labels), outputs  # the loss in float32
+    return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
 
 
-def validate(args, device, loader, network):
-    """Return sums over all images of the loader: loss, correct answers, number of images."""
-    network.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    with torch.no_grad():
-        for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-            loss, outputs = compute_loss(args, network, images, labels, augment=False)
-            sums[0] += loss.double() * len(labels)
-            sums[1] += (outputs.argmax(1) == labels).sum()
-            sums[2] += len(labels)
-    return sums
+@torch.no_grad()
+def validate(args, net, loader, device):
+    """Return sums over the images, as one tensor: loss, correct predictions, number of images."""
+    net.eval()
+    loss_sum, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in loader:
+        loss, outputs, labels = compute_loss(args, net, batch, device, augment=False)
+        loss_sum += loss.double() * len(labels)
+        correct += (outputs.argmax(1) == labels).sum()
+        count += len(labels)
+    return torch.stack([loss_sum, correct, count])
 
 
-def metrics_from(train_sums, val_sums):
-    """Return the metrics, as floats, from the sums over all images. The largest val_accuracy decides FILE.best."""
-    train_loss, train_count = train_sums.tolist()
-    val_loss, correct, count = val_sums.tolist()
-    return dict(train_loss=train_loss / train_count, val_loss=val_loss / count, val_accuracy=correct / count)
+def metrics_from(val_sums):
+    """Return the metrics from the sums over all images. The epoch with the best val_accuracy is in FILE.best."""
+    loss_sum, correct, count = val_sums.tolist()
+    return dict(val_loss=loss_sum / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Training and checkpoints
+# ------------------------------------------------------------ Checkpoints
 
 
-def train_epoch(args, device, epoch, loader, model, optimizer, scheduler):
-    """Train on all batches. Return sums over their images (loss, number of images), and images per second."""
-    model.train()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    start = time.perf_counter()
-    for step, (images, labels) in enumerate(loader, 1):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        optimizer.zero_grad()
-        loss, _ = compute_loss(args, model, images, labels, augment=True)
-        loss.backward()  # gradients are added, not averaged: `loss` is already the mean over the batch
-        if args.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-        optimizer.step()
-        scheduler.step()
-        sums[0] += loss.detach().double() * len(labels)  # .item() would wait for the GPU in every step
-        sums[1] += len(labels)
-        if step % args.log_every == 0:
-            print(f"epoch {epoch} step {step}/{len(loader)} loss {loss.item():.5g}", flush=True)
-    loss.item()  # wait for the GPU; only then read the clock
-    return sums, len(loader) * args.batch_size / (time.perf_counter() - start)
-
-
-def report(epoch, metrics, speed, previous):
-    """Add the best accuracy so far and the speed to the metrics of this epoch. Print and return them."""
-    metrics |= dict(best_accuracy=max(previous["best_accuracy"], metrics["val_accuracy"]), images_per_second=speed)
-    print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
-    if not all(map(math.isfinite, metrics.values())):
-        raise SystemExit(f"epoch {epoch}: NaN or infinite metrics; use a smaller --lr and a new --checkpoint")
+def check_metrics(epoch, metrics):
+    """Return the metrics as Python floats. End the run if one is NaN or infinite, before its weights are saved."""
+    if "val_accuracy" not in metrics:
+        raise ValueError("metrics_from() must return val_accuracy: it decides which epoch is the best")
+    metrics = {name: float(value) for name, value in metrics.items()}
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise SystemExit(f"epoch {epoch}: {name} is {value}; use a smaller --lr and a new --checkpoint")
     return metrics
 
 
+def save_checkpoint(args, stateful, epoch, metrics):
+    """Save everything a resumed run needs, and the weights alone in FILE.best if this epoch is the best so far."""
+    states = {name: part.state_dict() for name, part in stateful.items()}
+    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+        save_atomically(states["net"], f"{args.checkpoint}.best")
+    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
+
+
 def save_atomically(state, path):
-    """Write a file completely or not at all: if the process is killed meanwhile, the old file remains."""
+    """Write the whole file or nothing: a run that is killed meanwhile leaves the old file as it was."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
-def save_checkpoint(args, stateful, epoch, metrics):
-    """Save all that a resumed run needs, and the weights of the best epoch in FILE.best."""
-    states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics["val_accuracy"] == metrics["best_accuracy"]:  # no epoch before was better
-        save_atomically(states["net"], f"{args.checkpoint}.best")
-    save_atomically(dict(states, flags=vars(args), epoch=epoch, metrics=metrics), args.checkpoint)
+def load_checkpoint(args):
+    """Return what save_checkpoint() saved, or None if there is no file. Refuse a file that does not fit."""
+    if not args.checkpoint:
+        return None
+    if not os.access(os.path.dirname(args.checkpoint), os.W_OK):
+        raise SystemExit(f"--checkpoint: cannot write into {os.path.dirname(args.checkpoint)}")
+    if not os.path.exists(args.checkpoint):
+        return None
+    try:
+        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file can raise anything
+        raise SystemExit(f"cannot read {args.checkpoint}: {error}") from None
+    if missing := {"net", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys():
+        raise SystemExit(f"{args.checkpoint} is not a checkpoint of this script: it lacks {missing}")
+    may_change = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "device"
+    for name, value in vars(args).items():
+        if name not in may_change and (saved := checkpoint["flags"].get(name, value)) != value:
+            raise SystemExit(f"{args.checkpoint} was saved with {name}={saved}, not {value}; use its flags")
+    return checkpoint
 
 
-def load_checkpoint(args, stateful):
-    """Load the checkpoint, if any, into `stateful`. Return the number of epochs done, and the metrics."""
-    epochs_done, metrics = 0, dict(best_accuracy=-math.inf)
-    if args.checkpoint and os.path.exists(args.checkpoint):
-        try:
-            saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)  # no second copy on GPU 0
-            epochs_done, metrics, flags = saved["epoch"], saved["metrics"], saved["flags"]
-            states = [saved[name] for name in stateful]
-        except Exception as error:  # a damaged file can raise anything
-            raise SystemExit(f"cannot read checkpoint {args.checkpoint} ({type(error).__name__})") from None
-        may_differ = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "timeout", "device"
-        for name, value in vars(args).items():  # all others must be equal; new ones are not in the file
-            if name not in may_differ and flags.get(name, value) != value:
-                raise SystemExit(f"{args.checkpoint} has {name}={flags[name]}, not {value}; use its flags")
-        for part, state in zip(stateful.values(), states):
-            part.load_state_dict(state)
-    return epochs_done, metrics
+def resume(checkpoint, stateful):
+    """Load a checkpoint, unless it is None. Return the number of epochs done and their last metrics."""
+    if checkpoint is None:
+        return 0, dict(best_accuracy=-math.inf)
+    for name, part in stateful.items():
+        part.load_state_dict(checkpoint[name])
+    return checkpoint["epoch"], checkpoint["metrics"]
+
+
+# ------------------------------------------------------------ Flags
+
+
+def positive(text):
+    """Return a whole number of at least 1. For other texts, argparse reports an "invalid positive value"."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def parse_args(argv=None):
@@ -205,33 +229,33 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
     add("--synthetic", action="store_true", help="train on generated images, without a download")
-    add("--limit", type=int, help="use only the first LIMIT images of each set")
+    add("--limit", type=positive, help="use only the first LIMIT images of each set")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
-    add("--image-size", type=int, default=32, help="in pixels (default: 32)")
+    add("--image-size", type=positive, default=32, help="in pixels (default: 32)")
     add("--pretrained", action="store_true", help="start from ImageNet weights; best with --image-size 224")
-    add("--freeze-backbone", action="store_true", help="train only the last layer")
-    add("--epochs", type=int, default=30, help="default: 30")
-    add("--batch-size", type=int, default=512, help="images per step over all GPUs (default: 512)")
+    add("--freeze-backbone", action="store_true", help="train only the last layer; use it with --pretrained")
+    add("--epochs", type=positive, default=30, help="default: 30")
+    add("--batch-size", type=positive, default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
+    add("--compile", action="store_true", help="compile the network with torch.compile")
     add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=int, default=21, help="default: 21")
-    add("--log-every", type=int, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
+    add("--log-every", type=positive, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)
-    for name, value in vars(args).items():
-        least = 1 if name in ("limit", "image_size", "epochs", "batch_size", "log_every", "timeout") else 0
-        if type(value) in (int, float) and not value >= least:  # `not`, since comparing NaN gives False
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if args.checkpoint and not os.path.isdir(os.path.dirname(args.checkpoint)):
-        parser.error(f"there is no folder {os.path.dirname(args.checkpoint)} for --checkpoint")
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
-    bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    args.precision = args.precision or ("bf16" if bf16 else "fp32")
+    if args.compile and args.device == "cuda" and torch.cuda.device_count() > 1:
+        parser.error("--compile needs one GPU: on several, nn.DataParallel makes new replicas in each step")
+    if args.clip_grad is not None and not args.clip_grad > 0:
+        parser.error("--clip-grad must be greater than 0")
+    if args.precision is None:
+        bf16 = args.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.precision = "bf16" if bf16 else "fp32"
     return args
 
 

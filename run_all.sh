@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train with every script on the chosen GPUs, one after the other, and compare them in one table.
 #
-#   bash run_all.sh [flags]                               all GPUs; the flags go to every script
-#   CUDA_VISIBLE_DEVICES=0,1 bash run_all.sh --epochs 5   two GPUs, five epochs
-#   bash run_all.sh test [flags of pytest]                run the tests
+#   bash run_all.sh [flags]                                all GPUs, 5 epochs; the flags go to every script
+#   CUDA_VISIBLE_DEVICES=0,1 bash run_all.sh --epochs 30   two GPUs, 30 epochs
+#   bash run_all.sh test [flags of pytest]                 run the tests
 #
 # Without PyTorch in python3 (or in the Python named in PYTHON), it is installed into .venv. Logs and table are
 # kept under logs/. The exit code is 1 if a script failed.
@@ -23,53 +23,52 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
     "$python" -c "$check" "$@" 2>/dev/null && command -v "$python" && return
   done
   say "${PYTHON:-python3} lacks one of: $*. Creating .venv from $requirements (some GB, some minutes, once)."
-  if ! (
-    flock 9 # if two runs start at once, one of them creates it
-    .venv/bin/python -c "$check" "$@" 2>/dev/null && exit
-    "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2
-  ) 9>.venv.lock; then
+  "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2 || {
     say "The installation failed. Install $requirements yourself, and name that Python: PYTHON=... bash run_all.sh"
     return 1
-  fi
+  }
   echo .venv/bin/python
 }
 
-# run NAME COMMAND...: run one script, show what it prints, and keep it in a log.
+# run NAME COMMAND...: run a script, show what it prints, and keep it in a log.
 run() {
-  local name=$1 code && shift
+  local name=$1 code
+  shift
   say '' "== $name: $*"
-  "$@" 2>&1 | tee -i "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2
-  code=${PIPESTATUS[0]}
-  grep -q '^RESULT ' "$logs/$name.log" || code="$code, no RESULT"
+  "$@" > >(tee -i "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2) 2>&1
+  code=$?
+  for _ in {1..20}; do # at most 2 s for the last lines: a process that does not end may keep the pipe open
+    kill -0 $! 2>/dev/null && sleep 0.1
+  done
   rows+=("$name=$code")
-  [[ $code == 0 ]] || { failed=1 && say "== $name failed with exit code $code"; }
 }
 
-# Print the table of the rows NAME=CODE from the logs. The first row is the baseline.
+# Print the table of the rows NAME=CODE from the RESULT lines in the logs. The first row is the baseline.
 table() {
-  "$python" - "$logs" "${rows[@]}" <<'PY'
-import json, pathlib, re, sys
+  "$python" - "$logs" "$@" <<'PY'
+import json, pathlib, sys
 
 logs, rows = pathlib.Path(sys.argv[1]), [row.split("=") for row in sys.argv[2:]]
-head = "script,GPUs,processes,process ids,s / 20 steps,images/s,speed-up,peak MiB per GPU,accuracy".split(",")
-lines, baseline = [head, ["---"] + ["---:"] * 8], None
+head = "script,GPUs,processes,s / 20 steps,images/s,speed-up,peak MiB,accuracy".split(",")
+lines, baseline, failed = [head, ["---"] + ["---:"] * 7], None, False
 for name, code in rows:
-    log = (logs / f"{name}.log").read_text()
-    if code != "0":
-        lines.append([name, f"failed, exit code {code}: see {logs / name}.log"] + [""] * 7)
+    results = [line[7:] for line in open(logs / f"{name}.log") if line.startswith("RESULT ")]
+    if code != "0" or not results:
+        lines.append([name, f"failed, exit code {code}: see {logs / name}.log"] + [""] * 6)
+        failed = True
         continue
-    result = json.loads(re.findall(r"^RESULT (.*)", log, re.M)[-1])
+    result = json.loads(results[0])
     speed = result["images_per_second"]
     baseline = speed if name == rows[0][0] else baseline
-    pids, peaks = (re.findall(rf"{what} (\d+)", log) for what in ("process", "peak GPU memory"))
     lines.append([
-        name, str(result["gpus"]), str(result["world_size"]), " ".join(pids),
-        f"{20 * result['batch_size'] / speed:.3f}", f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "",
-        " ".join(peaks), f"{100 * result['val_accuracy']:.2f}%",
+        name, str(result["gpus"]), str(result["world_size"]), f"{20 * result['batch_size'] / speed:.3f}",
+        f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "", str(result["peak_mib"]),
+        f"{100 * result['val_accuracy']:.2f}%",
     ])
-widths = [max(len(line[i]) for line in lines if i == 0 or line[2]) for i in range(9)]
+widths = [max(len(line[i]) for line in lines if i == 0 or line[2]) for i in range(8)]
 for line in lines:
     print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+sys.exit(failed)
 PY
 }
 
@@ -85,66 +84,63 @@ main() {
     exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${@:2}"
   fi
 
-  local settings machine gpus apex data_dir level first=${CUDA_VISIBLE_DEVICES-0} flags=() note='' rows=()
+  local settings machine gpus apex level first=${CUDA_VISIBLE_DEVICES-0} flags note='' rows=() launch
   python=$(find_python requirements.txt torch torchvision) || exit 1
   # A typo in a flag ends the run here, before the first script.
-  settings=$("$python" -c 'if True:
-    import sys, torch, dp_train, apex_amp_train
-    args = dp_train.parse_args(sys.argv[1:])
-    if {"--checkpoint", "--precision"} & {word.partition("=")[0] for word in sys.argv}:
-        sys.exit("run_all.sh does not take --checkpoint and --precision")
-    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    apex = apex_amp_train.apex is not None and gpus > 0
-    name = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
-    print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")
-    print(gpus, apex, args.synthetic or args.data_dir)' "$@") || exit 2
-  { read -r machine && read -r gpus apex data_dir; } < <(tail -n 2 <<<"$settings")
-  logs=logs/$(date +%Y%m%d-%H%M%S)-$$ failed=0 processes=gpu
+  settings=$("$python" - "$@" <<'PY'
+import sys, torch, apex_amp_train, common, dp_train
+args = dp_train.parse_args()
+if {"--checkpoint", "--precision"} & {word.partition("=")[0] for word in sys.argv}:
+    sys.exit("run_all.sh does not take --checkpoint and --precision")
+gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+name = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
+note = "" if gpus else "No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
+if gpus and not args.synthetic:
+    try:
+        common.load_cifar10(args.data_dir)
+    except SystemExit as error:
+        note = f"Synthetic images: {error}"
+print(gpus, int(gpus > 0 and apex_amp_train.amp is not None))
+print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")
+print(note)
+PY
+  ) || exit 2
+  { read -r gpus apex && read -r machine && read -r note; } < <(tail -n 3 <<<"$settings")
+  logs=logs/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs are in $logs"; exit 130' INT
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   if ((gpus)); then
-    flags=(--batch-size $((512 / gpus * gpus))) # divisible by the processes
-    local load='import common, sys; common.load_cifar10(sys.argv[1])'
-    if [[ $data_dir != True ]] && ! "$python" -c "$load" "$data_dir" 2>"$logs/data.log"; then
-      note="Synthetic images: $(tail -n 1 "$logs/data.log")"
-      flags+=(--synthetic)
-    fi
+    flags=(--epochs 5 --batch-size $((512 / gpus * gpus))) # divisible by the processes
+    [[ $note ]] && flags+=(--synthetic)
   else
     flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 144 --batch-size 16 --epochs 3 --lr 0.1)
-    flags+=(--workers 1) processes=2
-    note="No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
+    flags+=(--workers 1)
   fi
   say "$note"
-  flags+=("$@") first=${first%%,*}
-  local launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$processes")
+  flags+=("$@")
+  launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
 
-  CUDA_VISIBLE_DEVICES=$first run one_process "$python" dp_train.py "${flags[@]}"
+  CUDA_VISIBLE_DEVICES=${first%%,*} run one_process "$python" dp_train.py "${flags[@]}"
   run dp "$python" dp_train.py "${flags[@]}"
   run ddp_launch "${launch[@]}" ddp_launch_train.py "${flags[@]}"
   run ddp_spawn "$python" ddp_spawn_train.py "${flags[@]}"
   if ((gpus)); then
-    CUDA_VISIBLE_DEVICES=$first run one_process_compile "${launch[@]}" ddp_launch_train.py "${flags[@]}" --compile
+    CUDA_VISIBLE_DEVICES=${first%%,*} run one_process_compile "$python" dp_train.py "${flags[@]}" --compile
     run ddp_launch_compile "${launch[@]}" ddp_launch_train.py "${flags[@]}" --compile
   fi
-  launch+=(apex_amp_train.py --backend)
-  if [[ $apex == True ]]; then
-    for level in O0 O1 O2 O3; do
-      [[ $level == O2 && $* == *--clip-grad* ]] && continue # apex_amp_train.py cannot clip at O2
-      run "apex_$level" "${launch[@]}" apex --opt-level "$level" "${flags[@]}"
-    done
-  fi
-  for level in O0 O1 O3; do # O2 exists only in Apex
-    run "torch_$level" "${launch[@]}" torch --opt-level "$level" "${flags[@]}"
+  for level in O0 O1 O2 O3; do
+    ((apex)) && run "apex_$level" "${launch[@]}" apex_amp_train.py --backend apex --opt-level "$level" "${flags[@]}"
   done
-  ((gpus)) && run torch_O1_compile "${launch[@]}" torch --opt-level O1 "${flags[@]}" --compile
+  run torch_O1 "${launch[@]}" apex_amp_train.py "${flags[@]}"
 
   {
     printf '%s\n' "\`bash run_all.sh $*\`, $(date +%Y-%m-%d), $machine" '' "$note" ''
-    table
+    table "${rows[@]}"
   } | tee "$logs/table.md"
+  local code=$?
   say '' "The logs and table.md are in $logs"
-  exit "$failed"
+  exit "$code"
 }
 
 main "$@"
