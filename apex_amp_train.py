@@ -81,7 +81,7 @@ def main(args):
         net, optimizer = amp.initialize(net, optimizer, opt_level=args.opt_level)
     else:
         scaler = torch.amp.GradScaler(args.device)
-    # [AMP 2/4] A checkpoint holds the loss scale, too. It is loaded before the optimizer's state.
+    # [AMP 2/4] A checkpoint holds the loss scale, too. It is loaded before the optimizer's state, in this order.
     amp_state = ApexState(optimizer) if use_apex else scaler
     stateful = dict(net=net, amp=amp_state, optimizer=optimizer, scheduler=scheduler)
     epochs_done, metrics = resume(checkpoint.pop(), stateful)
@@ -109,21 +109,21 @@ def main(args):
             net.zero_grad()  # not optimizer.zero_grad(): at O2, Apex's fails with gradient_as_bucket_view
             loss, _, _ = compute_loss(args, model, batch, device, augment=True)  # [AMP 3/4] is there
 
-            # [AMP 4/4] Scale the loss, unscale the gradients, skip the step if one of them is infinite or NaN.
-            # DDP has averaged the gradients, so they are the same in all processes, and all skip the same steps.
+            # [AMP 4/4] Scale the loss, unscale the gradients, and skip the step if they have overflowed.
+            # DDP has averaged them, so they are the same in all processes: all skip the same steps.
             if use_apex:
                 with amp.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()  # meanwhile, DDP averages the gradients over all processes
-                # The end of the `with` has unscaled the gradients, and adapted the scale if one is infinite.
+                # The end of the `with` has unscaled the gradients, and has halved the scale if they overflowed.
                 if args.clip_grad:
                     nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip_grad)  # at O2, float32 copies
-                optimizer.step()
+                optimizer.step()  # does nothing if a gradient was infinite or NaN
             else:
                 scaler.scale(loss).backward()  # meanwhile, DDP averages the gradients over all processes
                 if args.clip_grad:
                     scaler.unscale_(optimizer)  # without clipping, step() unscales
                     nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
-                scaler.step(optimizer)
+                scaler.step(optimizer)  # does nothing if a gradient is infinite or NaN
                 scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 steps without one
             scheduler.step()
             loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step

@@ -38,7 +38,8 @@ def load_cifar10(data_dir, limit=None, synthetic=False):
             with FileLock(f"{data_dir}/.cifar10.lock"):  # creates the folder, too
                 splits = [CIFAR10(data_dir, train, download=True) for train in (True, False)]
         except Exception as error:
-            raise SystemExit(f"no data: {error}; put {CIFAR10.filename} in {data_dir}, or use --synthetic") from None
+            use = f"put {CIFAR10.filename} into {data_dir}, or use --synthetic"
+            raise SystemExit(f"no data: {error}; {use}") from None
     return [TensorDataset(torch.from_numpy(s.data[:limit]), torch.tensor(s.targets[:limit])) for s in splits]
 
 
