@@ -3,14 +3,16 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py                   # torch.amp
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04
 
-Mixed precision computes convolutions and matrix products in float16, which is faster. The weights stay float32.
-Small gradients would become zero in float16. So the loss is multiplied by a scale before the backward pass, and
-the gradients are divided by it before the optimizer's step. If the scale is too large, gradients overflow to
-infinity: then the step is skipped and the scale is halved. It starts at 65,536, so a few skipped steps are normal.
+For GPUs without bfloat16 (before Ampere). If yours has it, use ddp_launch_train.py: it has the same [DDP] steps.
 
-Apex brought mixed precision to PyTorch; torch.amp has replaced it. The steps marked [AMP] show both, the steps
-marked [DDP] are those of ddp_launch_train.py. If your GPUs have bfloat16 (Ampere or newer), use that script: it is
-simpler, because bfloat16 has the range of float32 and needs no scale.
+Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
+zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it
+before the optimizer's step. If the scale is too large, gradients overflow: the step is skipped and the scale is
+halved. It starts at 65,536, so a few skipped steps are normal. (bfloat16 has the range of float32: no scale.)
+
+Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32. O1 uses float16 where
+it is safe, as torch.amp does. At O2 the weights are float16, except BatchNorm's, and the optimizer updates float32
+copies of them. O3 is float16 throughout, without a scale.
 """
 
 import argparse
@@ -40,7 +42,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # print() now prints on rank 0 only, unless force=True
+    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, each would also take memory on GPU 0.
     cuda = args.device == "cuda"
@@ -55,42 +57,44 @@ def main(args):
     net = build_network(args).to(device)
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # BatchNorm over the images of all GPUs, not of each
-    checkpoint = [load_checkpoint(args) if rank == 0 else None]  # a list, as broadcast_object_list needs
+    # Rank 0 reads the checkpoint, if there is one, and sends it to the other processes when they are connected.
+    checkpoint = [load_checkpoint(args) if rank == 0 else None]
 
-    # [DDP 3/8] Connect the processes: with NCCL on GPUs, with gloo on CPUs. Rank 0 sends its checkpoint to all.
+    # [DDP 3/8] Connect the processes: NCCL on GPUs, gloo on CPUs. What can fail or take long comes before.
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    dist.broadcast_object_list(checkpoint, src=0)
+    dist.broadcast_object_list(checkpoint, src=0)  # replaces None in the lists of the other processes
 
-    # [DDP 4/8] Each process loads an equal share of each batch, so DDP's average is the whole batch's gradient.
+    # [DDP 4/8] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # start them once, not in every epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, in place of the global one
+        # Starting workers draws a number from it. Drawn from the global generator, it would change a resumed run.
+        generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     val_loader = DataLoader(val_share, **loading)
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
-    # [AMP 1/4] Apex changes the network and the optimizer in place. torch.amp has an object for the loss scale.
+    # [AMP 1/4] Apex patches PyTorch's functions (O1) or changes the network and the optimizer in place (O2, O3).
     use_apex = args.backend == "apex"
     if use_apex:
         net, optimizer = amp.initialize(net, optimizer, opt_level=args.opt_level)
     else:
-        scaler = torch.amp.GradScaler(args.device)
-    # [AMP 2/4] A checkpoint holds the loss scale, too. It is loaded before the optimizer's state, in this order.
+        scaler = torch.amp.GradScaler(args.device)  # holds the loss scale
+    # [AMP 2/4] Save the loss scale, too. Load it before the optimizer, whose state is of O2's float32 copies.
     amp_state = ApexState(optimizer) if use_apex else scaler
     stateful = dict(net=net, amp=amp_state, optimizer=optimizer, scheduler=scheduler)
-    epochs_done, metrics = resume(checkpoint.pop(), stateful)
+    epochs_done, metrics = resume(checkpoint.pop(), stateful)  # pop: do not keep it in memory
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients lie in DDP's communication buffers: no copies
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients are views of DDP's buffers: saves a copy
     if args.compile:
-        # DDP broadcasts BatchNorm's statistics in each step. A compiled network is faster without, and [DDP 7/8]
-        # broadcasts them once an epoch. This is set here because the argument of DDP() is deprecated.
+        # Do not copy the BatchNorm statistics before each step: it splits the compiled step, and [DDP 7/8] does it
+        # once an epoch. (DDP's argument broadcast_buffers is deprecated since PyTorch 2.13.)
         model.broadcast_buffers = False
         model = torch.compile(model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
@@ -107,7 +111,7 @@ def main(args):
         epoch_start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             net.zero_grad()  # not optimizer.zero_grad(): at O2, Apex's fails with gradient_as_bucket_view
-            loss, _, _ = compute_loss(args, model, batch, device, augment=True)  # [AMP 3/4] is there
+            loss, _, _ = compute_loss(args, model, batch, device, augment=True)  # [AMP 3/4] is in compute_loss
 
             # [AMP 4/4] Scale the loss, unscale the gradients, and skip the step if they have overflowed.
             # DDP has averaged them, so they are the same in all processes: all skip the same steps.
@@ -130,7 +134,7 @@ def main(args):
             if step % args.log_every == 0:
                 print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g} (rank 0)", flush=True)
         dist.all_reduce(loss_sum)  # the sum over all processes
-        train_loss = loss_sum.item() / len(train_loader) / world_size
+        train_loss = loss_sum.item() / len(train_loader) / world_size  # waits for the GPU; then the clock is right
         images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
         # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Validate with `net`, not
@@ -140,13 +144,13 @@ def main(args):
         val_sums = validate(args, net, val_loader, device)
         dist.all_reduce(val_sums)
         results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
-        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])
+        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])  # metrics_from() must return it
         metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         scale = amp.state_dict()["loss_scaler0"]["loss_scale"] if use_apex else scaler.get_scale()
         print(f"epoch {epoch} loss scale {scale:g}")  # smaller than before: steps were skipped
 
-        # [DDP 8/8] Only rank 0 saves, and it saves `net`: the names of `model`'s weights begin with "module."
+        # [DDP 8/8] Only rank 0 saves. It saves `net`: the names of `model`'s weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
@@ -175,7 +179,7 @@ def build_optimizer(args, net, total_steps):
     """Return the optimizer and its learning rate schedule. The rate follows --batch-size, over all GPUs."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.95, weight_decay=5e-4, nesterov=True, fused=True)
-    # Fused SGD leaves its momentum unset if its first step is skipped. So start with zeros.
+    # If fused SGD skips its first step, it leaves its momentum unset. So start with zeros. (Only SGD needs this.)
     for weight in net.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
@@ -185,19 +189,21 @@ def compute_loss(args, model, batch, device, augment):
     """Return the mean loss of a batch from the DataLoader, the outputs (n, classes) and the labels (n)."""
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
     images = common.prepare(images, args.image_size, args.pretrained, augment)  # augment and normalise on the GPU
-    # [AMP 3/4] Compute in float16 where it is safe. Apex needs no autocast: it has changed PyTorch's functions.
+    # [AMP 3/4] Compute in float16 where it is safe. Apex needs no autocast: amp.initialize() has prepared all.
     with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
 
 
 @torch.no_grad()
-def validate(args, net, loader, device):
-    """Return sums over the images of this process, as one tensor: loss, correct predictions, number of images."""
-    net.eval()
-    loss_sum, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
+def validate(args, model, loader, device):
+    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
+    model.eval()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    correct = torch.zeros_like(loss_sum)
+    count = torch.zeros_like(loss_sum)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, net, batch, device, augment=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, augment=False)
         loss_sum += loss.double() * len(labels)
         correct += (outputs.argmax(1) == labels).sum()
         count += len(labels)
@@ -205,12 +211,12 @@ def validate(args, net, loader, device):
 
 
 def metrics_from(val_sums):
-    """Return the metrics from the sums over all images. The epoch with the best val_accuracy is in FILE.best."""
+    """Return the metrics from the sums over all images. FILE.best has the weights with the best val_accuracy."""
     loss_sum, correct, count = val_sums.tolist()
     return dict(val_loss=loss_sum / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Checkpoints
+# ------------------------------------------------------------ Metrics and checkpoints
 
 
 class ApexState:
@@ -232,9 +238,7 @@ class ApexState:
 
 def check_metrics(epoch, metrics):
     """Return the metrics as Python floats. End the run if one is NaN or infinite, before its weights are saved."""
-    if "val_accuracy" not in metrics:
-        raise ValueError("metrics_from() must return val_accuracy: it decides which epoch is the best")
-    metrics = {name: float(value) for name, value in metrics.items()}
+    metrics = {name: float(value) for name, value in metrics.items()}  # also from tensors and NumPy numbers
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise SystemExit(f"epoch {epoch}: {name} is {value}; use a smaller --lr and a new --checkpoint")
@@ -265,11 +269,12 @@ def load_checkpoint(args):
         return None
     try:
         checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        missing = {"net", "amp", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys()
     except Exception as error:  # a damaged file can raise anything
         raise SystemExit(f"cannot read {args.checkpoint}: {error}") from None
-    if missing := {"net", "amp", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys():
+    if missing:
         raise SystemExit(f"{args.checkpoint} is not a checkpoint of this script: it lacks {missing}")
-    may_change = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "device"
+    may_change = "data_dir", "compile", "workers", "log_every", "checkpoint", "device"
     for name, value in vars(args).items():
         if name not in may_change and (saved := checkpoint["flags"].get(name, value)) != value:
             raise SystemExit(f"{args.checkpoint} was saved with {name}={saved}, not {value}; use its flags")
@@ -288,11 +293,15 @@ def resume(checkpoint, stateful):
 # ------------------------------------------------------------ Flags
 
 
-def positive(text):
-    """Return a whole number of at least 1. For other texts, argparse reports an "invalid positive value"."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def at_least(minimum):
+    """Return a type for argparse: a whole number that is not less than the minimum."""
+
+    def whole_number(text):
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        return int(text)
+
+    return whole_number
 
 
 def parse_args(argv=None):
@@ -300,22 +309,22 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
     add("--synthetic", action="store_true", help="train on generated images, without a download")
-    add("--limit", type=positive, help="use only the first LIMIT images of each set")
+    add("--limit", type=at_least(1), help="use only the first LIMIT images of each set")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
-    add("--image-size", type=positive, default=32, help="in pixels (default: 32)")
+    add("--image-size", type=at_least(1), default=32, help="in pixels (default: 32)")
     add("--pretrained", action="store_true", help="start from ImageNet weights; best with --image-size 224")
     add("--freeze-backbone", action="store_true", help="train only the last layer; use it with --pretrained")
-    add("--epochs", type=positive, default=30, help="default: 30")
-    add("--batch-size", type=positive, default=512, help="images per step over all GPUs (default: 512)")
+    add("--epochs", type=at_least(1), default=30, help="default: 30")
+    add("--batch-size", type=at_least(1), default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--backend", choices=["torch", "apex"], default="torch", help="torch.amp or NVIDIA Apex (default: torch)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
-    add("--seed", type=int, default=21, help="default: 21")
-    add("--log-every", type=positive, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
+    add("--workers", type=at_least(0), default=4, help="data-loading processes of each loader (default: 4)")
+    add("--seed", type=at_least(0), default=21, help="default: 21")
+    add("--log-every", type=at_least(1), default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])

@@ -85,7 +85,8 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
     if pretrained and image_size <= 64:
         raise SystemExit("--pretrained needs --image-size 65 or more")
     norm_layer = torchvision.ops.FrozenBatchNorm2d if freeze_backbone else nn.BatchNorm2d
-    # The next two lines keep the loss from jumping: five epochs (batch 1,024) reach 72% with and 31% without them.
+    # Two lines that make the first outputs small, so that the loss does not jump: all residual branches start at
+    # zero, and the last shortcut is scaled by 0.2. Five epochs (batch 1,024) reach 72% with and 31% without them.
     net = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)
     nn.init.constant_(net.layer4[0].downsample[1].weight, 0.2)
     if pretrained:

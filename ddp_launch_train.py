@@ -2,9 +2,12 @@
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py        # one process for each GPU
 
-Every process runs this whole script on its own GPU. It has a replica of the network and its own share of every
-batch. DDP copies the weights of rank 0 to all replicas once. In each backward pass it averages the gradients of
-all processes (an all-reduce). So all replicas take the same step and stay equal.
+Each process runs this whole script on its own GPU, with its own replica of the network and its own share of every
+batch. DDP keeps the replicas equal. It
+- copies the weights of rank 0 to all processes once;
+- copies the BatchNorm statistics of rank 0 to all processes before each training step;
+- averages the gradients of all processes in each backward pass (an all-reduce), so all take the same step.
+So all processes must train for the same number of steps.
 """
 
 import argparse
@@ -29,7 +32,7 @@ def main(args):
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
-    common.setup_for_distributed(rank == 0)  # print() now prints on rank 0 only, unless force=True
+    common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
     # [DDP 2/8] Each process uses its own GPU. Without set_device, each would also take memory on GPU 0.
     cuda = args.device == "cuda"
@@ -44,20 +47,22 @@ def main(args):
     net = build_network(args).to(device)
     if args.sync_bn:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # BatchNorm over the images of all GPUs, not of each
-    checkpoint = [load_checkpoint(args) if rank == 0 else None]  # a list, as broadcast_object_list needs
+    # Rank 0 reads the checkpoint, if there is one, and sends it to the other processes when they are connected.
+    checkpoint = [load_checkpoint(args) if rank == 0 else None]
 
-    # [DDP 3/8] Connect the processes: with NCCL on GPUs, with gloo on CPUs. Rank 0 sends its checkpoint to all.
+    # [DDP 3/8] Connect the processes: NCCL on GPUs, gloo on CPUs. What can fail or take long comes before.
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    dist.broadcast_object_list(checkpoint, src=0)
+    dist.broadcast_object_list(checkpoint, src=0)  # replaces None in the lists of the other processes
 
-    # [DDP 4/8] Each process loads an equal share of each batch, so DDP's average is the whole batch's gradient.
+    # [DDP 4/8] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
     sampler = DistributedSampler(train_set, world_size, rank, seed=args.seed, drop_last=True)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # start them once, not in every epoch
-        generator=torch.Generator().manual_seed(args.seed + rank),  # seeds the workers, in place of the global one
+        # Starting workers draws a number from it. Drawn from the global generator, it would change a resumed run.
+        generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -65,13 +70,13 @@ def main(args):
 
     optimizer, scheduler = build_optimizer(args, net, args.epochs * len(train_loader))
     stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)
-    epochs_done, metrics = resume(checkpoint.pop(), stateful)
+    epochs_done, metrics = resume(checkpoint.pop(), stateful)  # pop: do not keep it in memory
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
-    model = DDP(net, gradient_as_bucket_view=True)  # gradients lie in DDP's communication buffers: no copies
+    model = DDP(net, gradient_as_bucket_view=True)  # gradients are views of DDP's buffers: saves a copy
     if args.compile:
-        # DDP broadcasts BatchNorm's statistics in each step. A compiled network is faster without, and [DDP 7/8]
-        # broadcasts them once an epoch. This is set here because the argument of DDP() is deprecated.
+        # Do not copy the BatchNorm statistics before each step: it splits the compiled step, and [DDP 7/8] does it
+        # once an epoch. (DDP's argument broadcast_buffers is deprecated since PyTorch 2.13.)
         model.broadcast_buffers = False
         model = torch.compile(model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
@@ -98,7 +103,7 @@ def main(args):
             if step % args.log_every == 0:
                 print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g} (rank 0)", flush=True)
         dist.all_reduce(loss_sum)  # the sum over all processes
-        train_loss = loss_sum.item() / len(train_loader) / world_size
+        train_loss = loss_sum.item() / len(train_loader) / world_size  # waits for the GPU; then the clock is right
         images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
         # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Validate with `net`, not
@@ -108,11 +113,11 @@ def main(args):
         val_sums = validate(args, net, val_loader, device)
         dist.all_reduce(val_sums)
         results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
-        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])
+        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])  # metrics_from() must return it
         metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DDP 8/8] Only rank 0 saves, and it saves `net`: the names of `model`'s weights begin with "module."
+        # [DDP 8/8] Only rank 0 saves. It saves `net`: the names of `model`'s weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
@@ -154,12 +159,14 @@ def compute_loss(args, model, batch, device, augment):
 
 
 @torch.no_grad()
-def validate(args, net, loader, device):
-    """Return sums over the images of this process, as one tensor: loss, correct predictions, number of images."""
-    net.eval()
-    loss_sum, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
+def validate(args, model, loader, device):
+    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
+    model.eval()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    correct = torch.zeros_like(loss_sum)
+    count = torch.zeros_like(loss_sum)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, net, batch, device, augment=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, augment=False)
         loss_sum += loss.double() * len(labels)
         correct += (outputs.argmax(1) == labels).sum()
         count += len(labels)
@@ -167,19 +174,17 @@ def validate(args, net, loader, device):
 
 
 def metrics_from(val_sums):
-    """Return the metrics from the sums over all images. The epoch with the best val_accuracy is in FILE.best."""
+    """Return the metrics from the sums over all images. FILE.best has the weights with the best val_accuracy."""
     loss_sum, correct, count = val_sums.tolist()
     return dict(val_loss=loss_sum / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Checkpoints
+# ------------------------------------------------------------ Metrics and checkpoints
 
 
 def check_metrics(epoch, metrics):
     """Return the metrics as Python floats. End the run if one is NaN or infinite, before its weights are saved."""
-    if "val_accuracy" not in metrics:
-        raise ValueError("metrics_from() must return val_accuracy: it decides which epoch is the best")
-    metrics = {name: float(value) for name, value in metrics.items()}
+    metrics = {name: float(value) for name, value in metrics.items()}  # also from tensors and NumPy numbers
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise SystemExit(f"epoch {epoch}: {name} is {value}; use a smaller --lr and a new --checkpoint")
@@ -210,9 +215,10 @@ def load_checkpoint(args):
         return None
     try:
         checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        missing = {"net", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys()
     except Exception as error:  # a damaged file can raise anything
         raise SystemExit(f"cannot read {args.checkpoint}: {error}") from None
-    if missing := {"net", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys():
+    if missing:
         raise SystemExit(f"{args.checkpoint} is not a checkpoint of this script: it lacks {missing}")
     may_change = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "device"
     for name, value in vars(args).items():
@@ -233,11 +239,15 @@ def resume(checkpoint, stateful):
 # ------------------------------------------------------------ Flags
 
 
-def positive(text):
-    """Return a whole number of at least 1. For other texts, argparse reports an "invalid positive value"."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def at_least(minimum):
+    """Return a type for argparse: a whole number that is not less than the minimum."""
+
+    def whole_number(text):
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        return int(text)
+
+    return whole_number
 
 
 def parse_args(argv=None):
@@ -245,21 +255,21 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
     add("--synthetic", action="store_true", help="train on generated images, without a download")
-    add("--limit", type=positive, help="use only the first LIMIT images of each set")
+    add("--limit", type=at_least(1), help="use only the first LIMIT images of each set")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
-    add("--image-size", type=positive, default=32, help="in pixels (default: 32)")
+    add("--image-size", type=at_least(1), default=32, help="in pixels (default: 32)")
     add("--pretrained", action="store_true", help="start from ImageNet weights; best with --image-size 224")
     add("--freeze-backbone", action="store_true", help="train only the last layer; use it with --pretrained")
-    add("--epochs", type=positive, default=30, help="default: 30")
-    add("--batch-size", type=positive, default=512, help="images per step over all GPUs (default: 512)")
+    add("--epochs", type=at_least(1), default=30, help="default: 30")
+    add("--batch-size", type=at_least(1), default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
-    add("--seed", type=int, default=21, help="default: 21")
-    add("--log-every", type=positive, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
+    add("--workers", type=at_least(0), default=4, help="data-loading processes of each loader (default: 4)")
+    add("--seed", type=at_least(0), default=21, help="default: 21")
+    add("--log-every", type=at_least(1), default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])

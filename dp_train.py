@@ -1,13 +1,13 @@
-"""Train a ResNet on CIFAR-10 with nn.DataParallel: one process for all GPUs. On one GPU, it is the baseline.
+"""Train a ResNet on CIFAR-10 with nn.DataParallel: one process for all GPUs. DDP (ddp_launch_train.py) is faster.
 
-    python dp_train.py        # all GPUs, or those in CUDA_VISIBLE_DEVICES
+    python dp_train.py        # all GPUs, or those in CUDA_VISIBLE_DEVICES; with one GPU, an ordinary program
 
-In each forward pass, nn.DataParallel copies the network from GPU 0 to all GPUs, gives each replica a part of the
-batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all
-replicas on GPU 0. DDP (ddp_launch_train.py) is faster: its replicas stay on their GPUs, each with its own process.
+In each forward pass, nn.DataParallel copies the network from GPU 0 to all GPUs, gives each of these replicas a
+part of the batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the
+gradients of all replicas in the network on GPU 0. Then the replicas are deleted. In DDP, they stay on their GPUs.
 
-The replicas are deleted after each step. What forward() assigns to `self` in them is lost. BatchNorm normalises
-each part of the batch by itself, and keeps the statistics of GPU 0's part.
+What forward() assigns to `self` is lost with the replicas. BatchNorm normalises each part of the batch by itself,
+and only GPU 0's replica shares its statistics with the network.
 """
 
 import argparse
@@ -24,13 +24,15 @@ import common
 
 
 class LoopDataParallel(nn.DataParallel):
-    """nn.DataParallel, but with a loop: its own threads are slower, and use float16 in place of bfloat16."""
+    """nn.DataParallel calls the replicas in threads. They are slow, and ignore the dtype of autocast: they compute
+    in float16, not bfloat16. This class calls the replicas in a loop. The GPUs still work at the same time.
+    """
 
     def parallel_apply(self, replicas, inputs, kwargs):
         outputs = []
         for gpu, replica, part, options in zip(self.device_ids, replicas, inputs, kwargs):
             with torch.cuda.device(gpu):
-                outputs.append(replica(*part, **options))  # only queues the work: all GPUs run at the same time
+                outputs.append(replica(*part, **options))  # only queues work, unless forward() waits (.item())
         return outputs
 
 
@@ -52,7 +54,8 @@ def main(args):
         batch_size=args.batch_size,
         num_workers=args.workers,
         persistent_workers=args.workers > 0,  # start them once, not in every epoch
-        generator=torch.Generator().manual_seed(args.seed),  # seeds the workers, in place of the global one
+        # Starting workers draws a number from it. Drawn from the global generator, it would change a resumed run.
+        generator=torch.Generator().manual_seed(args.seed),
         pin_memory=cuda,
     )
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
@@ -79,7 +82,7 @@ def main(args):
         for step, batch in enumerate(train_loader, 1):
             optimizer.zero_grad()
             loss, _, _ = compute_loss(args, model, batch, device, augment=True)
-            loss.backward()  # sums the gradients of all replicas
+            loss.backward()  # sums the gradients of the replicas; `loss` is the mean of the whole batch
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
             optimizer.step()
@@ -87,22 +90,22 @@ def main(args):
             loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
             if step % args.log_every == 0:
                 print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g}", flush=True)
-        train_loss = loss_sum.item() / len(train_loader)
+        train_loss = loss_sum.item() / len(train_loader)  # waits for the GPU; then the clock is right
         images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
-        val_sums = validate(args, model, val_loader, device)
+        val_sums = validate(args, model, val_loader, device)  # on all GPUs, too
         results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
-        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])
+        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])  # metrics_from() must return it
         metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
 
-        # [DP 3/3] Save `net`: the names of `model`'s weights begin with "module."
+        # [DP 3/3] Save `net`: the names of DataParallel's weights begin with "module."
         if args.checkpoint:
             save_checkpoint(args, stateful, epoch, metrics)
 
-    seconds, peak_mib = time.perf_counter() - start, torch.cuda.max_memory_allocated() // 2**20
-    for gpu in range(gpus):
-        print(f"GPU {gpu}: peak GPU memory {torch.cuda.max_memory_allocated(gpu) // 2**20} MiB")
+    seconds = time.perf_counter() - start
+    peak_mib = max(torch.cuda.max_memory_allocated(gpu) // 2**20 for gpu in range(max(gpus, 1)))
+    print(f"peak GPU memory {peak_mib} MiB")
     result = dict(script=os.path.basename(__file__)) | vars(args) | metrics
     result |= dict(gpus=gpus, world_size=1, seconds=seconds, peak_mib=peak_mib)
     print("RESULT", json.dumps(result), flush=True)
@@ -138,12 +141,14 @@ def compute_loss(args, model, batch, device, augment):
 
 
 @torch.no_grad()
-def validate(args, net, loader, device):
-    """Return sums over the images, as one tensor: loss, correct predictions, number of images."""
-    net.eval()
-    loss_sum, correct, count = torch.zeros(3, dtype=torch.float64, device=device)
+def validate(args, model, loader, device):
+    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
+    model.eval()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    correct = torch.zeros_like(loss_sum)
+    count = torch.zeros_like(loss_sum)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, net, batch, device, augment=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, augment=False)
         loss_sum += loss.double() * len(labels)
         correct += (outputs.argmax(1) == labels).sum()
         count += len(labels)
@@ -151,19 +156,17 @@ def validate(args, net, loader, device):
 
 
 def metrics_from(val_sums):
-    """Return the metrics from the sums over all images. The epoch with the best val_accuracy is in FILE.best."""
+    """Return the metrics from the sums over all images. FILE.best has the weights with the best val_accuracy."""
     loss_sum, correct, count = val_sums.tolist()
     return dict(val_loss=loss_sum / count, val_accuracy=correct / count)
 
 
-# ------------------------------------------------------------ Checkpoints
+# ------------------------------------------------------------ Metrics and checkpoints
 
 
 def check_metrics(epoch, metrics):
     """Return the metrics as Python floats. End the run if one is NaN or infinite, before its weights are saved."""
-    if "val_accuracy" not in metrics:
-        raise ValueError("metrics_from() must return val_accuracy: it decides which epoch is the best")
-    metrics = {name: float(value) for name, value in metrics.items()}
+    metrics = {name: float(value) for name, value in metrics.items()}  # also from tensors and NumPy numbers
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise SystemExit(f"epoch {epoch}: {name} is {value}; use a smaller --lr and a new --checkpoint")
@@ -194,9 +197,10 @@ def load_checkpoint(args):
         return None
     try:
         checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        missing = {"net", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys()
     except Exception as error:  # a damaged file can raise anything
         raise SystemExit(f"cannot read {args.checkpoint}: {error}") from None
-    if missing := {"net", "optimizer", "scheduler", "epoch", "metrics", "flags"} - checkpoint.keys():
+    if missing:
         raise SystemExit(f"{args.checkpoint} is not a checkpoint of this script: it lacks {missing}")
     may_change = "data_dir", "precision", "compile", "workers", "log_every", "checkpoint", "device"
     for name, value in vars(args).items():
@@ -217,11 +221,15 @@ def resume(checkpoint, stateful):
 # ------------------------------------------------------------ Flags
 
 
-def positive(text):
-    """Return a whole number of at least 1. For other texts, argparse reports an "invalid positive value"."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def at_least(minimum):
+    """Return a type for argparse: a whole number that is not less than the minimum."""
+
+    def whole_number(text):
+        if int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        return int(text)
+
+    return whole_number
 
 
 def parse_args(argv=None):
@@ -229,20 +237,20 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
     add("--synthetic", action="store_true", help="train on generated images, without a download")
-    add("--limit", type=positive, help="use only the first LIMIT images of each set")
+    add("--limit", type=at_least(1), help="use only the first LIMIT images of each set")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
-    add("--image-size", type=positive, default=32, help="in pixels (default: 32)")
+    add("--image-size", type=at_least(1), default=32, help="in pixels (default: 32)")
     add("--pretrained", action="store_true", help="start from ImageNet weights; best with --image-size 224")
     add("--freeze-backbone", action="store_true", help="train only the last layer; use it with --pretrained")
-    add("--epochs", type=positive, default=30, help="default: 30")
-    add("--batch-size", type=positive, default=512, help="images per step over all GPUs (default: 512)")
+    add("--epochs", type=at_least(1), default=30, help="default: 30")
+    add("--batch-size", type=at_least(1), default=512, help="images per step over all GPUs (default: 512)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--precision", choices=["fp32", "bf16"], help="default: bf16 if the GPU has it, else fp32")
     add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=4, help="data-loading processes of each loader (default: 4)")
-    add("--seed", type=int, default=21, help="default: 21")
-    add("--log-every", type=positive, default=20, help="print the loss every LOG_EVERY steps (default: 20)")
+    add("--workers", type=at_least(0), default=4, help="data-loading processes of each loader (default: 4)")
+    add("--seed", type=at_least(0), default=21, help="default: 21")
+    add("--log-every", type=at_least(1), default=20, help="print the loss every LOG_EVERY steps (default: 20)")
     add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])
