@@ -33,7 +33,7 @@ run() {
   shift
   say '' "== $name: $*"
   : >"$log"
-  tail -f --pid=$$ "$log" | grep --line-buffered -v '^RESULT ' >&2 &
+  tail -f "$log" | grep --line-buffered -v '^RESULT ' >&2 &
   "$@" >>"$log" 2>&1 # not through a pipe, which a process that does not end would keep open
   rows+=("$name=$?")
   sleep 0.2 # until the last lines are shown
@@ -103,6 +103,7 @@ PY
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$
   mkdir -p "$logs" || exit 1
   trap 'say "Stopped. The logs are in $logs"; exit 130' INT
+  trap 'kill $(jobs -p) 2>/dev/null' EXIT # those that show the logs
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   if ((gpus)); then
     flags=(--epochs 5 --batch-size $((512 / gpus * gpus))) # divisible by the processes

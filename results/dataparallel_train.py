@@ -1,8 +1,6 @@
-"""dp_train.py, but with nn.DataParallel's own threads in place of the loop, to compare their speeds.
+"""dp_train.py with the threads of nn.DataParallel instead of the loop, to compare their speeds.
 
-    python results/dataparallel_train.py [the flags of dp_train.py]
-
-autocast is inside the threads, since they do not know the dtype of an autocast outside.
+    python results/dataparallel_train.py [flags of dp_train.py]
 """
 
 import sys
@@ -11,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 import dp_train
 
 
 class ThreadsDataParallel(nn.DataParallel):
     def parallel_apply(self, replicas, inputs, kwargs):
+        # Each thread has an autocast of its own: the threads ignore the dtype of an autocast outside.
         bf16 = args.precision == "bf16"
         forwards = [torch.autocast("cuda", torch.bfloat16, enabled=bf16)(replica.forward) for replica in replicas]
         return super().parallel_apply(forwards, inputs, kwargs)

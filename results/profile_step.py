@@ -1,6 +1,6 @@
 """Write a trace of three training steps of ddp_launch_train.py, to open in https://ui.perfetto.dev
 
-    torchrun --standalone --nproc-per-node=gpu results/profile_step.py trace.json --epochs 1
+    torchrun --standalone --nproc-per-node=gpu profile_step.py trace.json --epochs 1
 
 The flags after the file name are those of ddp_launch_train.py. Copied beside your version of it, it traces that.
 """
@@ -11,33 +11,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 import ddp_launch_train as script
 
-train_epoch = script.train_epoch
 
-
-def profiled_epoch(args, device, epoch, loader, *others):
-    """Train one epoch and trace three of its steps, after the first 20."""
-    skip = max(0, min(20, len(loader) - 5))
-    schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=3, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
-        return train_epoch(args, device, epoch, Stepping(loader, profiler), *others)
-
-
-class Stepping:
-    """A loader that tells the profiler of each step."""
-
-    def __init__(self, loader, profiler):
-        self.loader, self.profiler = loader, profiler
-
-    def __len__(self):
-        return len(self.loader)
+class ProfiledLoader(script.DataLoader):
+    """A DataLoader that tells the profiler of each training step: a step ends when the next batch is asked for."""
 
     def __iter__(self):
-        for batch in self.loader:
-            yield batch
-            self.profiler.step()
+        if not self.drop_last:  # the loader of the validation set
+            yield from super().__iter__()
+            return
+        skip = max(0, min(20, len(self) - 5))
+        schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=3, repeat=1)
+        with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+            for batch in super().__iter__():
+                yield batch
+                profiler.step()
 
 
 def write(profiler):
@@ -46,5 +36,5 @@ def write(profiler):
 
 
 if __name__ == "__main__":
-    script.train_epoch = profiled_epoch
+    script.DataLoader = ProfiledLoader
     script.main(script.parse_args(sys.argv[2:]))

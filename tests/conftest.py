@@ -70,7 +70,7 @@ def wait_until_gone(pids, seconds=20):
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts a command, waits for a line of its output, and returns the process and its log."""
+    """Return a function that starts a command, waits for a line of its output, and returns process and log."""
     started = []
 
     def start_and_wait(arguments, pattern, cwd=None):

@@ -1,4 +1,4 @@
-"""The calls of Apex in apex_amp_train.py, with a stand-in for Apex on the CPU. Real Apex: test_gpu.py."""
+"""The two branches of apex_amp_train.py. Apex is a stand-in on the CPU here; test_gpu.py has the real one."""
 
 import re
 import shutil
@@ -8,32 +8,37 @@ import torch
 from conftest import ROOT, command, copy_script, result, run
 from test_training import saved_by
 
-CPU_TOO = ('amp is None or args.device == "cpu" or args.compile', "amp is None")
+STAND_IN = dict(PYTHONPATH=str(ROOT / "tests" / "stand_in"))
 SAVE = "            save_checkpoint(args, stateful, epoch, metrics)\n"
-KEEP = f"{SAVE}            os.system(f'cp run.pt run.pt.{{epoch}}')\n"
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    folder = copy_script(tmp_path_factory.mktemp("apex"), "apex_amp_train", CPU_TOO, (SAVE, KEEP))
+def test_apex_scales_clips_and_steps_and_resumes_with_its_float32_weights(tmp_path):
+    on_cpu = ('amp is None or args.device == "cpu" or args.compile', "amp is None")
+    keep = (SAVE, f"{SAVE}            os.system(f'cp run.pt run.pt.{{epoch}}')\n")
+    folder = copy_script(tmp_path / "unbroken", "apex_amp_train", on_cpu, keep)
     flags = "--backend apex --opt-level O2 --clip-grad 0.5 --checkpoint run.pt".split()
     arguments = command("apex_amp_train", *flags, nproc=1, folder=folder)
-    return arguments, folder, run(arguments, cwd=folder, PYTHONPATH=str(ROOT / "tests" / "stand_in"))
+    finished = run(arguments, cwd=folder, **STAND_IN)
+    assert result(finished)["opt_level"] == "O2" and "epoch 1 loss scale 128" in finished.stdout
+    assert re.findall("APEX (.*)", finished.stdout)[:6] == ["scale_loss", "master_params", "step"] * 2
 
-
-def test_apex_scales_the_loss_clips_the_float32_weights_and_steps_in_this_order(unbroken):
-    finished = unbroken[2]
-    assert result(finished)["opt_level"] == "O2"
-    calls = re.findall("APEX (.*)", finished.stdout)
-    assert calls[:7] == ["initialize O2", *["scale_loss", "master_params", "step"] * 2]
-    assert "epoch 1 loss scale 128" in finished.stdout
-
-
-def test_a_resumed_run_has_the_float32_weights_and_ends_like_an_unbroken_one(unbroken, tmp_path):
-    arguments, folder, _ = unbroken
-    shutil.copy(folder / "run.pt.1", tmp_path / "run.pt")
-    finished = run(arguments, cwd=tmp_path, PYTHONPATH=str(ROOT / "tests" / "stand_in"))
-    assert "1 of 2 epochs are done" in finished.stdout and result(finished)
-    assert saved_by(tmp_path) == saved_by(folder)
-    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(folder / "run.pt.1", tmp_path / "resumed" / "run.pt")
+    resumed = run(arguments, cwd=tmp_path / "resumed", **STAND_IN)
+    assert "1 of 2 epochs are done" in resumed.stdout
+    assert saved_by(tmp_path / "resumed") == saved_by(folder)
+    saved = torch.load(folder / "run.pt", weights_only=True)
     assert not torch.equal(saved["amp"]["weights"][0], saved["net"]["conv1.weight"])
+
+
+def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows(tmp_path):
+    norm = "nn.utils.clip_grad_norm_(net.parameters(), math.inf).item()"
+    say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
+    overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if step == 1 else 1))")
+    scale = ("GradScaler(args.device)", "GradScaler(args.device, init_scale=256)")
+    folder = copy_script(tmp_path / "copy", "apex_amp_train", ("fused=True)\n", say), overflow, scale)
+    flags = ["--epochs", "1", "--clip-grad", "0.125"]
+    finished = run(command("apex_amp_train", *flags, nproc=1, folder=folder))
+    norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
+    assert norms == [pytest.approx(0.125, rel=2e-3)] * 4, finished.stderr  # of five steps, the first is skipped
+    assert "loss scale 128" in finished.stdout

@@ -1,16 +1,13 @@
 """common.py: the data, its augmentation, the network, printing."""
 
 import builtins
-import hashlib
-import http.server
+import os
 import pickle
-import shutil
 import sys
-import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,76 +18,49 @@ from torchvision.datasets import CIFAR10
 import common
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """Serve the files of a folder, the first answer only after a second. It has `url`, `folder` and `asked`."""
-    folder = tmp_path / "server"
-    folder.mkdir()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=folder)
-
-        def log_message(self, *args):  # called in each request
-            server.asked.append(self.path)
-            time.sleep(len(server.asked) == 1)  # meanwhile, other processes want the file, too
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url, server.folder, server.asked = f"http://127.0.0.1:{server.server_port}", folder, []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-
-
-def four_at_once(function, *arguments):  # threads, which wait for a lock on a file like processes
+def four_at_once(function):  # threads, which wait for a file's lock like processes
     with ThreadPoolExecutor(4) as pool:
-        return [future.result() for future in [pool.submit(function, *arguments) for _ in range(4)]]
+        return [future.result() for future in [pool.submit(function) for _ in range(4)]]
 
 
-def load_labels(folder):
-    train, test = common.load_cifar10(folder, limit=30)
-    return train.tensors[1].tolist(), test.tensors[1].tolist()
+def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
+    downloads, labels = [], [*range(10)] * 2
+    content = pickle.dumps(dict(data=np.zeros((20, 3072), np.uint8), labels=labels, label_names=[]))
+
+    def download(url, root, **kwargs):
+        downloads.append(url)
+        time.sleep(0.5)  # meanwhile, the others want the files, too
+        for name in [name for name, _ in CIFAR10.train_list + CIFAR10.test_list] + ["batches.meta"]:
+            path = Path(root, CIFAR10.base_folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+
+    with pytest.raises(SystemExit, match="no data: .*; put cifar-10-python.tar.gz into .*, or use --synthetic"):
+        common.load_cifar10(tmp_path / "no network")
+    monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: os.path.isfile(path))
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", download)
+    for train, test in four_at_once(lambda: common.load_cifar10(tmp_path / "data", limit=30)):
+        assert train.tensors[1].tolist() == labels + labels[:10] and test.tensors[1].tolist() == labels
+    assert len(downloads) == 1
 
 
-def test_cifar10_is_downloaded_once_and_checked(server, tmp_path, monkeypatch):
-    files = tmp_path / "made" / "cifar-10-batches-py"
-    files.mkdir(parents=True)
-    labels = [*range(10)] * 2
-    for name, *_ in [*CIFAR10.train_list, *CIFAR10.test_list, ["batches.meta"]]:
-        images = np.random.randint(0, 256, (20, 3072), np.uint8)
-        (files / name).write_bytes(pickle.dumps(dict(data=images, labels=labels, label_names=[])))
-    shutil.make_archive(server.folder / "cifar", "gztar", files.parent)
-    archive = (server.folder / "cifar.tar.gz").read_bytes()
-    md5 = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files.iterdir()}
-    monkeypatch.setattr(CIFAR10, "url", f"{server.url}/cifar.tar.gz")
-    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive).hexdigest())
-    monkeypatch.setattr(CIFAR10, "train_list", [[name, md5[name]] for name, _ in CIFAR10.train_list])
-    monkeypatch.setattr(CIFAR10, "test_list", [[name, md5[name]] for name, _ in CIFAR10.test_list])
-    monkeypatch.setitem(CIFAR10.meta, "md5", md5["batches.meta"])
-    assert four_at_once(load_labels, tmp_path / "new" / "data") == [(labels + labels[:10], labels)] * 4
-    assert len(server.asked) == 2  # torchvision asks twice for one download: where it is, and for it
-    monkeypatch.setattr(CIFAR10, "tgz_md5", "0" * 32)
-    with pytest.raises(SystemExit, match="no data: File not found or corrupted.; put cifar-10-python.tar.gz into"):
-        common.load_cifar10(tmp_path / "other")
+def test_of_several_processes_one_downloads_the_weights_and_only_the_last_layer_is_trained(tmp_path, monkeypatch):
+    downloads, source = [], torchvision.models.resnet18()
 
+    def download(url, path, *args, **kwargs):
+        downloads.append(url)
+        time.sleep(0.5)
+        torch.save(source.state_dict(), path)
 
-def load_pretrained():
-    net = common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True)
-    trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
-    return net.layer1[0].conv1.weight[0, 0, 0].tolist(), net.fc.out_features, trained
-
-
-def test_imagenet_weights_are_downloaded_once_and_only_the_last_layer_is_trained(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
-    net = torchvision.models.resnet18()
-    torch.save(net.state_dict(), tmp_path / "weights")
-    name = f"resnet18-{hashlib.sha256((tmp_path / 'weights').read_bytes()).hexdigest()[:8]}.pth"
-    (tmp_path / "weights").rename(server.folder / name)
-    weights = SimpleNamespace(DEFAULT=SimpleNamespace(url=f"{server.url}/{name}"))
-    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda arch: weights)
-    expected = (net.layer1[0].conv1.weight[0, 0, 0].tolist(), 10, ["fc.weight", "fc.bias"])
-    assert four_at_once(load_pretrained) == [expected] * 4 and len(server.asked) == 1
+    with pytest.raises(SystemExit, match="no ImageNet weights: .*; put https://.*resnet18.* into "):
+        common.build_resnet("resnet18", 65, pretrained=True)
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    for net in four_at_once(lambda: common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True)):
+        assert torch.equal(net.layer4[1].conv2.weight, source.layer4[1].conv2.weight) and net.fc.out_features == 10
+        trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
+        assert trained == ["fc.weight", "fc.bias"]
+    assert len(downloads) == 1
 
 
 def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():

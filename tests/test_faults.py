@@ -130,7 +130,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, refused, tm
     torch.save(dict(weight=torch.ones(1000)), "weights")
     torch.save(torch.ones(2), "tensor")
     Path("cut").write_bytes(Path("weights").read_bytes()[:3000])
-    Path("code").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned") when it is loaded
+    Path("code").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     messages = dict(lr="saved with lr=0.5, not 0.02; use its flags", weights="not a checkpoint of this script")
     messages |= dict(cut="zip archive", code="Weights only load failed", tensor="no attribute 'keys'")
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, refused, tm
             module.load_checkpoint(args)
         assert message in str(error.value)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
-    args.checkpoint, args.lr = str(tmp_path / "lr"), 0.5  # --workers may change, and the file may lack a new flag
+    args.checkpoint, args.lr = str(tmp_path / "lr"), 0.5  # --workers may change; the file may lack a new flag
     assert module.load_checkpoint(args)["flags"]["workers"] == 9
 
 
