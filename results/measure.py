@@ -76,13 +76,14 @@ def run(series, gpus, command):
     if process.returncode:
         return print("failed, exit code", process.returncode, *command, flush=True)
     versions = [f"PyTorch {torch.__version__}", f"Python {sys.version.split()[0]}"]
-    for package in {"apex", "lightning", "accelerate"}.intersection(command):
-        kernels = " with kernels" if package == "apex" and importlib.util.find_spec("amp_C") else ""
-        versions.append(f"{package} {importlib.metadata.version(package)}{kernels}")
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    for package in {"lightning", "accelerate"}.intersection(command):
+        versions.append(f"{package} {importlib.metadata.version(package)}")
+    if "apex" in command:
+        versions.append("Apex 25.04 with kernels" if importlib.util.find_spec("amp_C") else "Apex 25.04, Python only")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     return dict(
         date=time.strftime("%Y-%m-%d"),
-        commit=commit,
+        commit=commit.strip(),
         gpus=gpus if CUDA else 0,
         hardware=f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if CUDA else "CPU",
         versions=", ".join(versions),

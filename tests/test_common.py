@@ -18,9 +18,9 @@ from torchvision.datasets import CIFAR10
 import common
 
 
-def four_at_once(function):  # threads, which wait for a file's lock like processes
+def four_at_once(*call):  # threads, which wait for a file's lock like processes
     with ThreadPoolExecutor(4) as pool:
-        return [future.result() for future in [pool.submit(function) for _ in range(4)]]
+        return list(pool.map(*call))
 
 
 def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
@@ -30,16 +30,15 @@ def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
     def download(url, root, **kwargs):
         downloads.append(url)
         time.sleep(0.5)  # meanwhile, the others want the files, too
-        for name in [name for name, _ in CIFAR10.train_list + CIFAR10.test_list] + ["batches.meta"]:
-            path = Path(root, CIFAR10.base_folder, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+        os.mkdir(f"{root}/{CIFAR10.base_folder}")
+        for name in ["batches.meta", *(name for name, _ in CIFAR10.train_list + CIFAR10.test_list)]:
+            Path(root, CIFAR10.base_folder, name).write_bytes(content)
 
     with pytest.raises(SystemExit, match="no data: .*; put cifar-10-python.tar.gz into .*, or use --synthetic"):
         common.load_cifar10(tmp_path / "no network")
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: os.path.isfile(path))
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", download)
-    for train, test in four_at_once(lambda: common.load_cifar10(tmp_path / "data", limit=30)):
+    for train, test in four_at_once(common.load_cifar10, [tmp_path / "data"] * 4, [30] * 4):
         assert train.tensors[1].tolist() == labels + labels[:10] and test.tensors[1].tolist() == labels
     assert len(downloads) == 1
 
@@ -52,14 +51,11 @@ def test_of_several_processes_one_downloads_the_weights_and_only_the_last_layer_
         time.sleep(0.5)
         torch.save(source.state_dict(), path)
 
-    with pytest.raises(SystemExit, match="no ImageNet weights: .*; put https://.*resnet18.* into "):
-        common.build_resnet("resnet18", 65, pretrained=True)
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
-    for net in four_at_once(lambda: common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True)):
+    for net in four_at_once(common.build_resnet, ["resnet18"] * 4, [65] * 4, [True] * 4, [True] * 4):
         assert torch.equal(net.layer4[1].conv2.weight, source.layer4[1].conv2.weight) and net.fc.out_features == 10
-        trained = [name for name, weight in net.named_parameters() if weight.requires_grad]
-        assert trained == ["fc.weight", "fc.bias"]
+        assert {weight.shape[0] for weight in net.parameters() if weight.requires_grad} == {10}
     assert len(downloads) == 1
 
 

@@ -4,17 +4,19 @@ import argparse
 import builtins
 import importlib
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, command, copy_script, process_ids, run, wait_until_gone
-
-STEP = "            scheduler.step()\n"
+from conftest import SCRIPTS, SMALL, command, copy_script, process_ids, result, run, wait_until_gone
+from test_training import saved_by
 
 
 def processes_of(pid):
@@ -39,36 +41,30 @@ def test_ctrl_c_ends_all_processes_and_spawn_listens_on_loopback_only(script, st
     torch.load(tmp_path / "run.pt", weights_only=True)
 
 
-def test_a_nan_loss_ends_the_run_and_the_checkpoint_of_the_epoch_before_stays(tmp_path):
-    fault = (STEP, f"{STEP}            loss = loss / (epoch < 2)\n")
-    folder = copy_script(tmp_path / "copy", "ddp_spawn_train", fault)
-    finished = run(command("ddp_spawn_train", "--checkpoint", "run.pt", folder=folder), cwd=tmp_path)
+SMALL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
+ERRORS = [
+    ("ddp_spawn_train", "loss = loss / 0", "epoch 2: train_loss is inf; use a smaller --lr"),
+    ("dp_train", SMALL_DISK, "File too large|iostream error"),
+]
+
+
+@pytest.mark.parametrize(("script", "fault", "message"), ERRORS)
+def test_after_an_infinite_loss_or_on_a_full_disk_the_last_checkpoint_stays(script, fault, message, tmp_path):
+    line = "            scheduler.step()\n"
+    folder = copy_script(tmp_path / "copy", script, (line, f"{line}            if epoch == 2: {fault}\n"))
+    finished = run(command(script, "--checkpoint", "run.pt", folder=folder), cwd=tmp_path)
     assert finished.returncode != 0 and "RESULT" not in finished.stdout
-    assert "epoch 2: train_loss is inf; use a smaller --lr and a new --checkpoint" in finished.stderr
+    assert re.search(message, finished.stderr), finished.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
     wait_until_gone(process_ids(finished.stdout))
 
 
-def test_a_full_disk_ends_the_run_and_the_checkpoint_of_the_epoch_before_stays(tmp_path):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
-    line = "        common.seed_everything(args.seed, epoch)"
-    folder = copy_script(tmp_path / "copy", "dp_train", (line, f"        if epoch == 2: {limit}\n{line}"))
-    finished = run(command("dp_train", "--checkpoint", "run.pt", folder=folder), cwd=tmp_path)
-    assert finished.returncode != 0 and "RESULT" not in finished.stdout
-    assert re.search("File too large|iostream error", finished.stderr), finished.stderr
-    for name in "run.pt", "run.pt.best":
-        assert torch.load(tmp_path / name, weights_only=True)
-
-
-def test_metrics_may_be_tensors_and_one_that_is_missing_or_nan_is_named():
+def test_metrics_may_be_tensors_and_one_that_is_nan_is_named():
     script = importlib.import_module("ddp_launch_train")
-    metrics = script.check_metrics(1, dict(a=torch.tensor(0.5), b=torch.ones(1).numpy()[0]))
+    metrics = script.check_metrics(1, dict(a=torch.tensor(0.5), b=np.float32(1)))
     assert metrics == dict(a=0.5, b=1) and {type(value) for value in metrics.values()} == {float}
     with pytest.raises(SystemExit, match="epoch 3: f1 is nan"):
         script.check_metrics(3, dict(loss=1, f1=torch.tensor(torch.nan)))
-
-
-# ------------------------------------------------------------ What is refused, in this process
 
 
 @pytest.fixture
@@ -90,55 +86,43 @@ def refused(monkeypatch, capsys, tmp_path):
     return main
 
 
-def test_a_script_says_how_it_is_started(refused):
-    for script in "ddp_launch_train", "apex_amp_train":
-        assert "start this script with torchrun: torchrun --standalone" in refused(script, launcher=False)
-    for script in "dp_train", "ddp_spawn_train":
-        assert "start this script without torchrun: python" in refused(script)
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_what_cannot_be_is_refused_in_one_sentence(script, refused):
-    def says(*flags):
-        return refused(script, *flags, launcher=script in ("ddp_launch_train", "apex_amp_train"))
-
-    for flag in "--epochs", "--batch-size", "--limit", "--image-size", "--log-every":
-        assert f"argument {flag}: 0 is less than 1" in says(flag, "0")
-    assert "argument --workers: -1 is less than 0" in says("--workers", "-1")
-    assert "argument --epochs: invalid whole_number value: 'many'" in says("--epochs", "many")
-    assert "unrecognized arguments: --color" in says("--color", "red")
-    assert "--clip-grad must be greater than 0" in says("--clip-grad", "nan")
-    assert "--batch-size must be at most 61" in says("--batch-size", "62")
-    assert "cannot write into" in says("--checkpoint", "no/run.pt")
-    assert "--pretrained needs --image-size 65 or more" in says("--pretrained")
-    if not torch.cuda.is_available():
-        assert "argument --device: invalid choice: 'cuda'" in says("--device", "cuda")
+def test_what_a_user_gets_wrong_is_said_in_one_sentence(script, refused):
+    torchrun = script in ("ddp_launch_train", "apex_amp_train")
+    start = "with torchrun: torchrun --standalone" if torchrun else "without torchrun: python"
+    assert f"start this script {start}" in refused(script, launcher=not torchrun)
+    sentences = {
+        "--epochs 0": "argument --epochs: 0 is less than 1",
+        "--epochs many": "argument --epochs: invalid whole_number value: 'many'",
+        "--workers -1": "argument --workers: -1 is less than 0",
+        "--color red": "unrecognized arguments: --color",
+        "--clip-grad nan": "--clip-grad must be greater than 0",
+        "--batch-size 62": "--batch-size must be at most 61",
+        "--checkpoint no/run.pt": "cannot write into",
+        "--pretrained": "--pretrained needs --image-size 65 or more",
+    }
     if script != "dp_train":
-        assert "divisible by 2 processes" in says("--batch-size", "13")
-        assert "--sync-bn needs GPUs" in says("--sync-bn")
+        sentences |= {"--batch-size 13": "divisible by 2 processes", "--sync-bn": "--sync-bn needs GPUs"}
     if script == "apex_amp_train":
-        assert "--backend apex needs a GPU, NVIDIA Apex 25.04" in says("--backend", "apex")
-        assert "--backend torch has only O1" in says("--opt-level", "O2")
+        sentences |= {"--backend apex": "needs a GPU, NVIDIA Apex 25.04", "--opt-level O2": "torch has only O1"}
+    for flags, sentence in sentences.items():
+        assert sentence in refused(script, *flags.split(), launcher=torchrun)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, refused, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, tmp_path):
     module = importlib.import_module(script)
-    parts = dict.fromkeys(["net", "optimizer", "scheduler", "epoch", "metrics"], {})
-    parts |= dict(amp={}) if script == "apex_amp_train" else {}
-    torch.save(dict(parts, flags=dict(lr=0.5, workers=9, compile=True)), "lr")
-    torch.save(dict(weight=torch.ones(1000)), "weights")
-    torch.save(torch.ones(2), "tensor")
-    Path("cut").write_bytes(Path("weights").read_bytes()[:3000])
-    Path("code").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
+    parts = dict.fromkeys(["net", "amp", "optimizer", "scheduler", "epoch", "metrics"])
+    torch.save(dict(parts, flags=dict(lr=0.5, workers=9)), tmp_path / "lr")
+    torch.save(dict(weight=torch.ones(1000)), tmp_path / "weights")
+    (tmp_path / "cut").write_bytes((tmp_path / "weights").read_bytes()[:3000])
+    (tmp_path / "code").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    messages = dict(lr="saved with lr=0.5, not 0.02; use its flags", weights="not a checkpoint of this script")
-    messages |= dict(cut="zip archive", code="Weights only load failed", tensor="no attribute 'keys'")
-    for name, message in messages.items():
-        args = argparse.Namespace(checkpoint=str(tmp_path / name), lr=0.02, workers=0, compile=False, new_flag=1)
-        with pytest.raises(SystemExit, match=name) as error:
+    messages = "with lr=0.5, not 0.02", "not a checkpoint of this script", "zip archive", "Weights only"
+    for name, message in zip(["lr", "weights", "cut", "code"], messages):
+        args = argparse.Namespace(checkpoint=str(tmp_path / name), lr=0.02, workers=0, new_flag=1)
+        with pytest.raises(SystemExit, match=f"{name}.*{message}"):
             module.load_checkpoint(args)
-        assert message in str(error.value)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
     args.checkpoint, args.lr = str(tmp_path / "lr"), 0.5  # --workers may change; the file may lack a new flag
     assert module.load_checkpoint(args)["flags"]["workers"] == 9
@@ -149,3 +133,21 @@ def test_under_torchrun_a_broken_checkpoint_gives_one_sentence_and_no_traceback(
     finished = run(command("ddp_launch_train", "--checkpoint", "run.pt"), cwd=tmp_path)
     assert finished.returncode != 0 and finished.stderr.count("cannot read") == 1
     assert 'ddp_launch_train.py", line' not in finished.stderr and "terminate called" not in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
+def test_killed_at_15_random_moments_a_run_ends_like_an_unbroken_one(script, start, tmp_path):
+    arguments = command(script, "--epochs", "12", "--lr", "1", "--checkpoint", "run.pt")
+    unbroken, killed = copy_script(tmp_path / "unbroken", script), copy_script(tmp_path / "killed", script)
+    result(run(arguments, cwd=unbroken))
+    chance = random.Random(21)
+    for _ in range(15):
+        process, _ = start(arguments, "epochs are done", cwd=killed)
+        time.sleep(chance.uniform(0, 2.5))  # within one or two epochs
+        pids = processes_of(process.pid)
+        for pid in chance.choice([pids, pids[-1:], pids[1:2]]):  # all processes, or one of them
+            os.kill(pid, signal.SIGKILL)
+        wait_until_gone(pids)
+    result(run(arguments, cwd=killed))
+    assert saved_by(killed) == saved_by(unbroken)

@@ -1,13 +1,13 @@
-"""What only GPUs can show. Tests that need more GPUs than there are, or NVIDIA Apex, are skipped."""
+"""What only GPUs can show. Apex is tested if it can be imported, tag 25.04."""
 
 import os
 import re
-import shutil
 import signal
 
 import pytest
 import torch
-from conftest import SCRIPTS, command, copy_script, process_ids, result, run, wait_until_gone
+from conftest import ROOT, SCRIPTS, command, copy_script, process_ids, result, run, wait_until_gone
+from test_gradients import run_and_resume
 
 from apex_amp_train import amp
 
@@ -16,13 +16,10 @@ if GPUS:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 FLAGS = "--device cuda --image-size 8 --limit 240 --batch-size 24 --lr 0.002".split()
-APEX = pytest.mark.skipif(amp is None, reason="needs NVIDIA Apex, tag 25.04")
-LEVELS = ["torch", *(pytest.param(level, marks=APEX) for level in ("O0", "O1", "O2", "O3"))]
 
 
-def train(script, *flags, folder=None, **kwargs):
-    where = dict(folder=folder) if folder else {}
-    return run(command(script, *FLAGS, *flags, nproc=GPUS, **where), **kwargs)
+def train(script, *flags, folder=ROOT):
+    return run(command(script, *FLAGS, *flags, nproc=GPUS, folder=folder))
 
 
 def losses(finished):
@@ -51,31 +48,14 @@ def test_sync_bn_gives_all_processes_the_same_statistics(flags, different, tmp_p
     assert result(finished)["gpus"] == 2 and len(set(re.findall(r"SUM (\S+)", finished.stdout))) == different
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["torch", "O0", "O1", "O2", "O3"] if amp else ["torch"])
 def test_every_level_trains_clips_and_resumes_like_an_unbroken_run(level, tmp_path):
-    load, save = "    train_set, val_set", "            save_checkpoint(args, stateful, epoch, metrics)\n"
-    same = (load, f"    torch.backends.cudnn.deterministic = True\n{load}")
-    keep = (save, save + "            os.system(f'cp run.pt run.pt.{epoch}')\n")
-    folder = copy_script(tmp_path / "copy", "apex_amp_train", same, keep)
-    flags = "--clip-grad 1 --checkpoint run.pt".split()
-    flags += [] if level == "torch" else ["--backend", "apex", "--opt-level", level]
-    found = result(train("apex_amp_train", *flags, folder=folder, cwd=tmp_path))
-    unbroken = torch.load(tmp_path / "run.pt", weights_only=True)["net"]
-    shutil.copy(tmp_path / "run.pt.1", tmp_path / "run.pt")
-    resumed = train("apex_amp_train", *flags, folder=folder, cwd=tmp_path)
-    assert "1 of 2 epochs are done" in resumed.stdout
-    assert result(resumed)["val_loss"] == pytest.approx(found["val_loss"], rel=1e-3)
-    after = torch.load(tmp_path / "run.pt", weights_only=True)["net"]
-    torch.testing.assert_close(after, unbroken, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("level", [LEVELS[0], *LEVELS[2:4]])
-def test_steps_that_overflow_are_skipped_until_the_scale_fits(level, tmp_path):
-    loss = "nn.functional.cross_entropy(outputs.float(), labels)"
-    folder = copy_script(tmp_path / "copy", "apex_amp_train", (f"return {loss}", f"return {loss} * 10_000"))
-    flags = ["--lr", "1e-7", *([] if level == "torch" else ["--backend", "apex", "--opt-level", level])]
-    finished = train("apex_amp_train", *flags, folder=folder)
-    assert result(finished) and float(re.findall("epoch 2 loss scale (.*)", finished.stdout)[0]) < 65536
+    line = "    train_set, val_set"
+    same = (line, f"    torch.backends.cudnn.deterministic = True\n{line}")
+    apex = "" if level == "torch" else f" --backend apex --opt-level {level}"
+    _, *folders = run_and_resume(tmp_path, " ".join(FLAGS) + " --clip-grad 1" + apex, same)
+    weights = [torch.load(folder / "run.pt", weights_only=True)["net"] for folder in folders]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

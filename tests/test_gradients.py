@@ -1,10 +1,12 @@
-"""Several processes compute what one would: the same gradients and the exact validation."""
+"""The gradients: several processes compute what one would, and Apex and torch.amp scale and clip."""
 
 import re
+import shutil
 
 import pytest
 import torch
-from conftest import command, copy_script, result, run
+from conftest import ROOT, command, copy_script, result, run
+from test_training import saved_by
 
 # A network in float64 without BatchNorm, and no augmentation: then the number of processes changes rounding only.
 FLOAT64 = [
@@ -48,3 +50,41 @@ def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_ne
     assert images[0] != images[2] and len(images[0]) == 30
     states = re.findall(r"STATE (.*)", finished.stdout)
     assert len(states) == 4 and len(set(states)) == 2  # one in each epoch
+
+
+def run_and_resume(tmp_path, flags, *edits, **settings):
+    """Run apex_amp_train.py for two epochs, and its second epoch again. Return the first run and both folders."""
+    save = "            save_checkpoint(args, stateful, epoch, metrics)\n"
+    keep = (save, f"{save}            os.system(f'cp run.pt run.pt.{{epoch}}')\n")
+    unbroken = copy_script(tmp_path / "unbroken", "apex_amp_train", keep, *edits)
+    arguments = command("apex_amp_train", *flags.split(), "--checkpoint", "run.pt", nproc=1, folder=unbroken)
+    finished = run(arguments, cwd=unbroken, **settings)
+    assert result(finished)
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(unbroken / "run.pt.1", tmp_path / "resumed" / "run.pt")
+    assert "1 of 2 epochs are done" in run(arguments, cwd=tmp_path / "resumed", **settings).stdout
+    return finished, unbroken, tmp_path / "resumed"
+
+
+def test_apex_scales_clips_and_steps_and_resumes_with_its_float32_weights(tmp_path):
+    on_cpu = ('amp is None or args.device == "cpu" or args.compile', "amp is None")
+    flags, path = "--backend apex --opt-level O2 --clip-grad 0.5", str(ROOT / "tests" / "stand_in")
+    finished, unbroken, resumed = run_and_resume(tmp_path, flags, on_cpu, PYTHONPATH=path)
+    assert "epoch 1 loss scale 128" in finished.stdout
+    assert re.findall("APEX (.*)", finished.stdout)[:6] == ["scale_loss", "master_params", "step"] * 2
+    assert saved_by(resumed) == saved_by(unbroken)
+    saved = torch.load(resumed / "run.pt", weights_only=True)
+    assert not torch.equal(saved["amp"]["weights"][0], saved["net"]["conv1.weight"])
+
+
+def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows(tmp_path):
+    norm = "nn.utils.clip_grad_norm_(net.parameters(), math.inf).item()"
+    say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
+    overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if step == 1 else 1))")
+    scale = ("GradScaler(args.device)", "GradScaler(args.device, init_scale=256)")
+    folder = copy_script(tmp_path / "copy", "apex_amp_train", ("fused=True)\n", say), overflow, scale)
+    flags = ["--epochs", "1", "--clip-grad", "0.125"]
+    finished = run(command("apex_amp_train", *flags, nproc=1, folder=folder))
+    norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
+    assert norms == [pytest.approx(0.125, rel=2e-3)] * 4, finished.stderr  # of five steps, the first is skipped
+    assert "loss scale 128" in finished.stdout

@@ -1,12 +1,15 @@
-"""README's blocks of code, each applied to a copy of ddp_launch_train.py and run; and the files that it names."""
+"""What README shows: its blocks of code, each applied to a copy of ddp_launch_train.py and run, and run_all.sh."""
 
+import os
 import re
+import shutil
+import signal
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command, copy_script, result, run
+from conftest import ROOT, SCRIPTS, SMALL, command, copy_script, result, run
 from PIL import Image
 from test_gradients import FLOAT64
 
@@ -28,11 +31,6 @@ def test_the_eight_steps_are_lines_of_the_script():
     lines = {line.strip() for line in (ROOT / "ddp_launch_train.py").read_text().splitlines()}
     steps = [line.strip() for line in EIGHT_STEPS.splitlines() if line and not line.startswith("# ")]
     assert len(steps) >= 15 and not set(steps) - lines
-
-
-def test_readme_names_files_that_exist():
-    names = re.findall(r"\]\((?!https:)([^)#]*)", README) + re.findall(r"`([\w/.-]+\.(?:py|sh|csv))`", README)
-    assert len(names) > 10 and not [name for name in names if not (ROOT / name).exists()]
 
 
 def test_own_images_two_learning_rates_another_metric_tensorboard_and_inference(tmp_path):
@@ -68,6 +66,20 @@ def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
     torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
 
 
+def test_the_slurm_job_starts_torchrun_on_each_node(tmp_path):
+    [job] = re.findall(r"```bash\n#!/bin/bash\n(.*?)```", README, re.S)
+    job = job.replace("per-node=gpu", "per-node=1").replace("_train.py", f"_train.py {' '.join(SMALL)}")
+    # In place of Slurm: both nodes are this machine.
+    slurm = """
+    export SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=127.0.0.1 SLURM_NNODES=2 SLURM_CPUS_PER_TASK=1
+    scontrol() { echo 127.0.0.1; }
+    srun() { for node in 0 1; do SLURM_NODEID=$node "${@:3}" & done; wait -n && wait -n; }"""
+    copy_script(tmp_path, "ddp_launch_train")
+    path = f"{sys.prefix}/bin:{os.environ['PATH']}"
+    assert result(run(["bash", "-c", f"{slurm}\n{job}"], cwd=tmp_path, PATH=path))["world_size"] == 2
+    assert (tmp_path / "run.pt").exists()
+
+
 def test_a_profile_of_a_copied_script(tmp_path):
     folder = copy_script(tmp_path / "copy", "ddp_launch_train")
     (folder / "profile_step.py").write_text((ROOT / "results" / "profile_step.py").read_text())
@@ -79,9 +91,40 @@ def test_a_profile_of_a_copied_script(tmp_path):
     assert "ProfilerStep#" in trace and "gloo:all_reduce" in trace
 
 
-@pytest.mark.parametrize("tool", ["ruff check .", "shellcheck run_all.sh .ci/run"])
-def test_the_code_is_clean(tool):
-    name, *flags = tool.split()
-    path = f"{sys.prefix}/bin/{name}"
-    finished = run([path, *flags], cwd=ROOT)
-    assert finished.returncode == 0, finished.stdout
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder with all scripts and run_all.sh."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    for script in SCRIPTS:
+        copy_script(tmp_path / "copy", script)
+    shutil.copy(ROOT / "run_all.sh", tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_wrong_flag_ends_run_all_at_once(folder):
+    finished = run(["bash", str(folder / "run_all.sh"), "--epoks", "3"])
+    assert finished.returncode == 2 and finished.stdout == "" and not (folder / "logs").exists()
+    assert "unrecognized arguments: --epoks" in finished.stderr.splitlines()[-1]
+
+
+def test_run_all_learns_without_a_gpu_and_shows_failures_in_its_table(folder):
+    # One script leaves a process behind that keeps its output open; run_all.sh must not wait for it.
+    leave = "import os; os.system('sleep 100 & echo LEFT $!'); raise SystemExit(3)"
+    (folder / "ddp_spawn_train.py").write_text(leave)
+    (folder / "ddp_launch_train.py").write_text("print('no result')")
+    finished = run(["bash", str(folder / "run_all.sh")])
+    os.kill(int(re.search(r"LEFT (\d+)", finished.stderr)[1]), signal.SIGKILL)
+    assert finished.returncode == 1, finished.stderr
+    lines = [line for line in finished.stdout.splitlines() if "|" in line]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    table = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
+    assert list(table) == ["one_process", "dp", "ddp_launch", "ddp_spawn", "torch_O1"]
+    assert table["ddp_launch"]["GPUs"].startswith("failed, exit code 0: see logs/")
+    assert table["ddp_spawn"]["GPUs"].startswith("failed, exit code 3: see logs/")
+    for name in "one_process", "dp", "torch_O1":
+        assert float(table[name]["accuracy"].rstrip("%")) > 60 and float(table[name]["images/s"]) > 0
+        assert table[name]["processes"] == ("2" if name == "torch_O1" else "1")
+    assert table["one_process"]["speed-up"] == "1.00"
+    logs = folder / re.search(r"The logs and table.md are in (\S+)", finished.stderr)[1]
+    assert (logs / "table.md").read_text() == finished.stdout

@@ -1,6 +1,6 @@
 """What every script does, and that a run which is killed goes on and ends like one that was not."""
 
-import json
+import ast
 import os
 import re
 import signal
@@ -45,17 +45,14 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only(script, first_runs):
     assert len(re.findall(r"^epoch \d step \d/5 loss", finished.stdout, re.M)) == 10
     losses = [float(loss) for loss in re.findall(r"train_loss (\S+)", finished.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
-    assert {path.name for path in folder.iterdir()} >= {"run.pt", "run.pt.best"}
-    assert not list(folder.glob("*.tmp"))
+    assert {path.name for path in folder.glob("run.*")} == {"run.pt", "run.pt.best"}
 
 
 def test_spawn_trains_like_launch_bit_for_bit_and_returns_the_metrics_to_a_notebook(first_runs):
     (launch, _), (spawn, finished) = first_runs["ddp_launch_train"], first_runs["ddp_spawn_train"]
     assert saved_by(launch) == saved_by(spawn)
     returned, changed = re.search(r"RETURNED (.*) CHANGED (.*)", finished.stdout).groups()
-    returned = json.loads(returned.replace("'", '"'))
-    assert list(returned) == METRICS and returned.items() <= result(finished).items()
-    assert changed == "False"
+    assert ast.literal_eval(returned).items() <= result(finished).items() and changed == "False"
 
 
 def test_without_the_broadcasts_that_compile_drops_training_is_the_same(first_runs, tmp_path):
@@ -90,6 +87,9 @@ def test_killed_while_it_saves_a_run_resumes_like_an_unbroken_one(script, first_
     finished = run(command(script, *flags), cwd=tmp_path)
     assert "1 of 2 epochs are done" in finished.stdout and result(finished)
     assert saved_by(tmp_path) == saved_by(first_runs[script][0])
+    if script == "dp_train":  # a finished run, started again, prints its result again
+        again = result(run(command(script, *flags), cwd=tmp_path))
+        assert again | dict(seconds=0) == result(finished) | dict(seconds=0)
 
 
 def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_runs, tmp_path):
@@ -102,11 +102,3 @@ def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_r
     flags = ["--checkpoint", "run.pt", "--precision", "bf16"]
     finished = run(command("ddp_launch_train", *flags, nproc=3, folder=folder), cwd=tmp_path)
     assert "1 of 2 epochs are done" in finished.stdout and result(finished)["world_size"] == 3
-
-
-def test_a_finished_run_started_again_prints_its_result_again(first_runs):
-    folder, finished = first_runs["dp_train"]
-    again = run(command("dp_train", "--checkpoint", "run.pt", folder=folder), cwd=folder)
-    assert "2 of 2 epochs are done" in again.stdout and "step" not in again.stdout
-    ignored = dict(seconds=0)
-    assert result(again) | ignored == result(finished) | ignored

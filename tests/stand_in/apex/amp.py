@@ -1,5 +1,4 @@
-"""A stand-in for apex.amp at level O2, on the CPU. It has two sets of weights: `net` has them rounded to bfloat16,
-and the optimizer updates float32 copies. Like Apex, it makes the copies late, in optimizer._amp_lazy_init()."""
+"""A stand-in for apex.amp at O2, on the CPU: the network has weights in bfloat16, the optimizer float32 copies."""
 
 import contextlib
 
@@ -8,25 +7,23 @@ weights, copies = [], []
 
 def initialize(net, optimizer, opt_level):
     weights.extend(net.parameters())
-    plain_step = optimizer.step
-    for weight in weights:
-        weight.data = weight.data.bfloat16().float()
-
-    def make_copies():
-        if not copies:
-            copies.extend(weight.detach().clone().requires_grad_() for weight in weights)
-            for weight, copy in zip(weights, copies):
-                optimizer.state[copy] = optimizer.state.pop(weight, {})
-            optimizer.param_groups[0]["params"] = copies
-
-    def step():
-        print("APEX step")
-        plain_step()
-        for weight, copy in zip(weights, copies):
-            weight.data.copy_(copy.data.bfloat16())
-
-    optimizer._amp_lazy_init, optimizer.step = make_copies, step
+    optimizer._amp_lazy_init = lambda: make_copies(optimizer)
+    optimizer.register_step_post_hook(update_weights)
     return net, optimizer
+
+
+def make_copies(optimizer):
+    if not copies:
+        copies.extend(weight.detach().clone().requires_grad_() for weight in weights)
+        for weight, copy in zip(weights, copies):
+            optimizer.state[copy] = optimizer.state.pop(weight)
+        optimizer.param_groups[0]["params"] = copies
+
+
+def update_weights(*_):
+    print("APEX step")
+    for weight, copy in zip(weights, copies):
+        weight.data.copy_(copy.data.bfloat16())
 
 
 @contextlib.contextmanager
@@ -47,5 +44,4 @@ def state_dict():
     return dict(loss_scaler0=dict(loss_scale=128.0))
 
 
-def load_state_dict(state):
-    assert state == state_dict()
+load_state_dict = print
