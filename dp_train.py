@@ -93,7 +93,7 @@ def main(args):
         train_loss = loss_sum.item() / len(train_loader)  # waits for the GPU; then the clock is right
         images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
-        val_sums = validate(args, model, val_loader, device)  # on all GPUs, too
+        val_sums = validate(args, net if args.compile else model, val_loader, device)  # `net` need not be compiled
         results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
         best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])  # metrics_from() must return it
         metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)

@@ -79,8 +79,8 @@ def run(series, gpus, command):
     for package in {"lightning", "accelerate"}.intersection(command):
         versions.append(f"{package} {importlib.metadata.version(package)}")
     if "apex" in command:
-        versions.append("Apex 25.04 with kernels" if importlib.util.find_spec("amp_C") else "Apex 25.04, Python only")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        versions.append("Apex 25.04 " + ("with kernels" if importlib.util.find_spec("amp_C") else "Python only"))
+    commit = subprocess.run("git rev-parse --short HEAD".split(), cwd=ROOT, capture_output=True, text=True).stdout
     return dict(
         date=time.strftime("%Y-%m-%d"),
         commit=commit.strip(),
