@@ -1,6 +1,5 @@
 """common.py: the data, its augmentation, the network, printing."""
 
-import builtins
 import os
 import pickle
 import sys
@@ -18,9 +17,7 @@ from torchvision.datasets import CIFAR10
 import common
 
 
-def four_at_once(*call):  # threads, which wait for a file's lock like processes
-    with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(*call))
+four_at_once = ThreadPoolExecutor(4).map  # threads, which wait for a file's lock like processes
 
 
 def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
@@ -76,7 +73,7 @@ def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():
 
 
 def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
-    monkeypatch.setattr(builtins, "print", print)  # put back at the end
+    monkeypatch.setattr("builtins.print", print)  # put back at the end
     common.setup_for_distributed(is_master=False)
     print("silent")
     print("silent", file=sys.stdout)

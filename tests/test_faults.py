@@ -1,7 +1,6 @@
 """What breaks a run: Ctrl-C, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
 
 import argparse
-import builtins
 import importlib
 import os
 import random
@@ -56,6 +55,7 @@ def test_after_an_infinite_loss_or_on_a_full_disk_the_last_checkpoint_stays(scri
     assert finished.returncode != 0 and "RESULT" not in finished.stdout
     assert re.search(message, finished.stderr), finished.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
+    torch.load(tmp_path / "run.pt.best", weights_only=True)
     wait_until_gone(process_ids(finished.stdout))
 
 
@@ -70,7 +70,7 @@ def test_metrics_may_be_tensors_and_one_that_is_nan_is_named():
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
     """Return a function that runs a script's main() with flags, as rank 0 of two, and returns what it says."""
-    monkeypatch.setattr(builtins, "print", print)  # setup_for_distributed replaces it
+    monkeypatch.setattr("builtins.print", print)  # setup_for_distributed replaces it
     monkeypatch.chdir(tmp_path)
 
     def main(script, *flags, launcher=True):

@@ -30,11 +30,12 @@ def changes(*diffs):
     return [["".join(re.findall(rf"(?m)^[ {sign}](.*\n)", hunk)) for sign in "-+"] for hunk in hunks]
 
 
-def test_the_eight_steps_are_lines_of_the_script():
-    text = (ROOT / "ddp_launch_train.py").read_text()
+@pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
+def test_the_eight_steps_are_lines_of_the_scripts(script):
+    text = (ROOT / f"{script}.py").read_text()
     lines = {line.partition("  # ")[0].strip() for line in text.splitlines()}
-    steps = [line.strip() for line in EIGHT_STEPS.splitlines() if line and not line.startswith("# ")]
-    assert len(steps) >= 15 and not set(steps) - lines
+    steps = {line.strip() for line in EIGHT_STEPS.splitlines() if line and not line.startswith("# ")}
+    assert len(steps) >= 15 and not steps - lines
 
 
 def test_tables_of_results_are_medians_of_runs_csv():
@@ -104,7 +105,6 @@ def test_a_profile_of_a_copied_script(tmp_path):
     (folder / "profile_step.py").write_text((ROOT / "results" / "profile_step.py").read_text())
     arguments = command("ddp_launch_train", folder=folder)
     arguments[5:6] = [str(folder / "profile_step.py"), *re.search("gpu profile_step.py (.*)`", README)[1].split()]
-    arguments += ["--epochs", "1"]
     assert result(run(arguments, cwd=folder))
     trace = (folder / "trace.json").read_text()
     assert "ProfilerStep#" in trace and "gloo:all_reduce" in trace

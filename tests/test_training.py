@@ -84,9 +84,11 @@ def test_killed_while_it_saves_a_run_resumes_like_an_unbroken_one(script, first_
     killed = run(command(script, *flags, folder=folder), cwd=tmp_path)
     assert killed.returncode != 0 and (tmp_path / "run.pt.tmp").stat().st_size == 1000
     wait_until_gone(process_ids(killed.stdout))
+    os.link(tmp_path / "run.pt", tmp_path / "old.pt")  # the same file, unless it is replaced
     finished = run(command(script, *flags), cwd=tmp_path)
     assert "1 of 2 epochs are done" in finished.stdout and result(finished)
     assert saved_by(tmp_path) == saved_by(first_runs[script][0])
+    assert torch.load(tmp_path / "old.pt", weights_only=True)["epoch"] == 1
     if script == "dp_train":  # a finished run, started again, prints its result again
         again = result(run(command(script, *flags), cwd=tmp_path))
         assert again | dict(seconds=0) == result(finished) | dict(seconds=0)
