@@ -16,7 +16,6 @@ from torchvision.datasets import CIFAR10
 
 import common
 
-
 four_at_once = ThreadPoolExecutor(4).map  # threads, which wait for a file's lock like processes
 
 
