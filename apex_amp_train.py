@@ -134,7 +134,7 @@ def main(args):
             if step % args.log_every == 0:
                 print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g} (rank 0)", flush=True)
         dist.all_reduce(loss_sum)  # the sum over all processes
-        train_loss = loss_sum.item() / len(train_loader) / world_size  # waits for the GPU; then the clock is right
+        train_loss = loss_sum.item() / len(train_loader) / world_size  # waits for the GPU before the time is taken
         images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
         # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Validate with `net`, not

@@ -90,10 +90,10 @@ def main(args):
             loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
             if step % args.log_every == 0:
                 print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.5g}", flush=True)
-        train_loss = loss_sum.item() / len(train_loader)  # waits for the GPU; then the clock is right
+        train_loss = loss_sum.item() / len(train_loader)  # waits for the GPU before the time is taken
         images_per_second = len(train_loader) * args.batch_size / (time.perf_counter() - epoch_start)
 
-        val_sums = validate(args, net if args.compile else model, val_loader, device)  # `net` need not be compiled
+        val_sums = validate(args, net if args.compile else model, val_loader, device)  # without compiling again
         results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
         best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])  # metrics_from() must return it
         metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)

@@ -42,10 +42,9 @@ def command(script, *flags, nproc=2, folder=ROOT):
     return [*start, str(folder / f"{script}.py"), *SMALL, *flags]  # the last of equal flags counts
 
 
-def run(arguments, cwd=None, timeout=200, **env):
+def run(arguments, cwd=None, **env):
     """Run a command to its end; return its output and its exit code."""
-    env = os.environ | env
-    return subprocess.run(arguments, cwd=cwd, timeout=timeout, env=env, capture_output=True, text=True)
+    return subprocess.run(arguments, cwd=cwd, timeout=200, env=os.environ | env, capture_output=True, text=True)
 
 
 def result(finished):
@@ -62,6 +61,7 @@ def process_ids(output):
 
 def wait_until_gone(pids, seconds=20):
     """Fail unless every process ends within the time."""
+    assert pids
     end = time.monotonic() + seconds
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:  # a zombie has none
         assert time.monotonic() < end, f"still running: {left}"
