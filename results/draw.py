@@ -38,6 +38,13 @@ def speeds(series=None):
     return kinds
 
 
+def median(command, gpus):
+    """Return the median speed of a command of one of the scripts, with Apex's kernels, or None."""
+    kinds = {kind[:3]: found for kind, found in speeds().items() if "Python only" not in kind[3]}
+    found = kinds.get(kind_of(dict(command=command, gpus=str(gpus), versions=""))[:3])
+    return found and statistics.median(found)
+
+
 def draw(kinds):
     """Draw images/s over images per GPU, with and without --compile, on two GPUs."""
     import matplotlib.pyplot as plt

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
 os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # no test downloads anything
 
@@ -75,8 +74,8 @@ def start(tmp_path):
 
     def start_and_wait(arguments, pattern, cwd=None):
         log = tmp_path / f"run{len(started)}.log"
-        with open(log, "w") as file:
-            process = subprocess.Popen(arguments, cwd=cwd, stdout=file, stderr=file, start_new_session=True)
+        output = dict(stdout=log.open("w"), stderr=subprocess.STDOUT)
+        process = subprocess.Popen(arguments, cwd=cwd, **output, start_new_session=True)
         started.append(process)
         while not re.search(pattern, log.read_text()):
             assert process.poll() is None, log.read_text()

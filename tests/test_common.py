@@ -6,7 +6,6 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from torchvision.datasets import CIFAR10
 
 import common
 
-four_at_once = ThreadPoolExecutor(4).map  # threads, which wait for a file's lock like processes
-
 
 def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
     downloads, labels = [], [*range(10)] * 2
@@ -26,33 +23,28 @@ def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
     def download(url, root, **kwargs):
         downloads.append(url)
         time.sleep(0.5)  # meanwhile, the others want the files, too
-        os.mkdir(f"{root}/{CIFAR10.base_folder}")
-        for name in ["batches.meta", *(name for name, _ in CIFAR10.train_list + CIFAR10.test_list)]:
-            Path(root, CIFAR10.base_folder, name).write_bytes(content)
+        for name in ["batches.meta", *dict(CIFAR10.train_list + CIFAR10.test_list)]:
+            (tmp_path / CIFAR10.base_folder / name).write_bytes(content)
 
     with pytest.raises(SystemExit, match="no data: .*; put cifar-10-python.tar.gz into .*, or use --synthetic"):
-        common.load_cifar10(tmp_path / "no network")
+        common.load_cifar10(tmp_path)
+    (tmp_path / CIFAR10.base_folder).mkdir()
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: os.path.isfile(path))
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", download)
-    for train, test in four_at_once(common.load_cifar10, [tmp_path / "data"] * 4, [30] * 4):
+    threads = ThreadPoolExecutor(4)  # they wait for a file's lock like processes
+    for train, test in threads.map(common.load_cifar10, [tmp_path] * 4, [30] * 4):
         assert train.tensors[1].tolist() == labels + labels[:10] and test.tensors[1].tolist() == labels
     assert len(downloads) == 1
 
 
-def test_of_several_processes_one_downloads_the_weights_and_only_the_last_layer_is_trained(tmp_path, monkeypatch):
-    downloads, source = [], torchvision.models.resnet18()
-
-    def download(url, path, *args, **kwargs):
-        downloads.append(url)
-        time.sleep(0.5)
-        torch.save(source.state_dict(), path)
-
+def test_pretrained_weights_are_loaded_and_a_frozen_backbone_trains_the_last_layer_alone(tmp_path, monkeypatch):
+    source = torchvision.models.resnet18().state_dict()
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(source, tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
-    for net in four_at_once(common.build_resnet, ["resnet18"] * 4, [65] * 4, [True] * 4, [True] * 4):
-        assert torch.equal(net.layer4[1].conv2.weight, source.layer4[1].conv2.weight) and net.fc.out_features == 10
-        assert {weight.shape[0] for weight in net.parameters() if weight.requires_grad} == {10}
-    assert len(downloads) == 1
+    net = common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True)
+    assert torch.equal(net.layer4[1].conv2.weight, source["layer4.1.conv2.weight"])
+    assert {weight.shape[0] for weight in net.parameters() if weight.requires_grad} == {10}
 
 
 def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():

@@ -1,0 +1,94 @@
+"""Mixed precision with Apex and torch.amp, and what only GPUs can show. Apex must be tag 25.04."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, command, copy_script, result, run
+from test_readme import APEX_DDP, changes
+from test_training import saved_by
+
+from apex_amp_train import amp
+
+GPUS = torch.cuda.device_count()
+FLAGS = "--device cuda --image-size 8 --limit 240 --batch-size 24 --lr 0.002".split()
+
+
+def run_and_resume(tmp_path, flags, *edits, **settings):
+    """Run apex_amp_train.py for two epochs, and its second epoch again. Return the first run and both folders."""
+    save = "            save_checkpoint(args, stateful, epoch, metrics)\n"
+    keep = (save, f"{save}            os.system(f'cp run.pt run.pt.{{epoch}}')\n")
+    unbroken = copy_script(tmp_path / "unbroken", "apex_amp_train", keep, *edits)
+    arguments = command("apex_amp_train", *flags.split(), "--checkpoint", "run.pt", nproc=1, folder=unbroken)
+    finished = run(arguments, cwd=unbroken, **settings)
+    assert result(finished)
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(unbroken / "run.pt.1", tmp_path / "resumed" / "run.pt")
+    assert "1 of 2 epochs are done" in run(arguments, cwd=tmp_path / "resumed", **settings).stdout
+    return finished, unbroken, tmp_path / "resumed"
+
+
+def test_apex_scales_clips_and_steps_and_resumes_like_an_unbroken_run(tmp_path):
+    on_cpu = ('amp is None or args.device == "cpu" or args.compile', "amp is None")
+    flags, path = "--backend apex --opt-level O2 --clip-grad 0.5", str(ROOT / "tests" / "stand_in")
+    finished, unbroken, resumed = run_and_resume(tmp_path, flags, on_cpu, PYTHONPATH=path)
+    assert "epoch 1 loss scale 128" in finished.stdout
+    assert re.findall("APEX (.*)", finished.stdout)[:6] == ["scale_loss", "master_params", "step"] * 2
+    assert saved_by(resumed) == saved_by(unbroken)
+
+
+def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows(tmp_path):
+    norm = "nn.utils.clip_grad_norm_(net.parameters(), math.inf).item()"
+    say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
+    overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if step == 1 else 1))")
+    scale = ("GradScaler(args.device)", "GradScaler(args.device, init_scale=256)")
+    folder = copy_script(tmp_path / "copy", "apex_amp_train", ("fused=True)\n", say), overflow, scale)
+    flags = ["--epochs", "1", "--clip-grad", "0.125"]
+    finished = run(command("apex_amp_train", *flags, nproc=1, folder=folder))
+    norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
+    assert norms == [pytest.approx(0.125, rel=2e-3)] * 4, finished.stderr  # of five steps, the first is skipped
+    assert "loss scale 128" in finished.stdout
+
+
+def train(script, *flags, folder=ROOT):
+    return run(command(script, *FLAGS, *flags, nproc=min(GPUS, 2), folder=folder))
+
+
+def losses(finished):
+    assert result(finished)["gpus"] >= 1
+    return [float(loss) for loss in re.findall(r"step \d+/\d+ loss (\S+)", finished.stdout)]
+
+
+@pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+@pytest.mark.parametrize("script", SCRIPTS[:3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_trains_on_all_gpus_and_compiled_alike(script, precision):
+    eager = losses(train(script, "--precision", precision))
+    if script == "dp_train" and GPUS > 1:
+        return  # --compile is for one GPU
+    compiled = losses(train(script, "--precision", precision, "--compile"))
+    # The first steps alone: on so small a network, rounding grows a thousandfold in the next ones.
+    assert compiled[:2] == pytest.approx(eager[:2], rel=1e-3 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.skipif(GPUS == 0 or amp is None, reason="needs a GPU and Apex 25.04")
+def test_apexs_own_ddp_and_sync_bn_train_like_pytorchs(tmp_path):
+    line = "        val_sums = validate("
+    say = "        print('SUM', sum(w.double().sum().item() for w in net.parameters()), force=True)\n"
+    folder = copy_script(tmp_path / "copy", "apex_amp_train", *changes(APEX_DDP), (line, say + line))
+    flags = ["--backend", "apex", "--sync-bn", "--epochs", "1"]
+    apex, pytorch = train("apex_amp_train", *flags, folder=folder), train("apex_amp_train", *flags)
+    assert losses(apex)[:3] == pytest.approx(losses(pytorch)[:3], rel=2e-2)
+    assert len(set(re.findall(r"SUM (\S+)", apex.stdout))) == 1  # the same weights on all ranks
+
+
+@pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+@pytest.mark.parametrize("level", ["torch", "O0", "O1", "O2", "O3"] if amp else ["torch"])
+def test_every_level_trains_clips_and_resumes_like_an_unbroken_run(level, tmp_path):
+    line = "    train_set, val_set"
+    same = (line, f"    torch.backends.cudnn.deterministic = True\n{line}")
+    apex = "" if level == "torch" else f" --backend apex --opt-level {level}"
+    _, *folders = run_and_resume(tmp_path, " ".join(FLAGS) + " --clip-grad 1" + apex, same)
+    weights = [torch.load(folder / "run.pt", weights_only=True)["net"] for folder in folders]
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
