@@ -3,7 +3,7 @@
     python results/draw.py [SERIES]    # needs matplotlib
 
 The speed of a run is that of its last epoch. Runs are of one kind if script, flags, GPUs and versions are equal,
-apart from --epochs, --seed and --checkpoint. Without SERIES, the series below are left out.
+apart from --epochs, --seed and --checkpoint. Without SERIES, the runs that measure the start are left out.
 """
 
 import csv
@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-LEFT_OUT = "start", "one_gpu", "run_all"  # the first measures the start; the others are of newer scripts
 
 
 def kind_of(row):
@@ -28,21 +27,14 @@ def kind_of(row):
 
 
 def speeds(series=None):
-    """Return {kind: [speed of each run]} of one series, or of all but LEFT_OUT."""
+    """Return {kind: [speed of each run]} of one series, or of all but `start`."""
     kinds = {}
     with (FOLDER / "runs.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            wanted = row["series"] == series if series else row["series"] not in LEFT_OUT
+            wanted = row["series"] == series if series else row["series"] != "start"
             if wanted and row["images_per_second"]:
                 kinds.setdefault(kind_of(row), []).append(float(row["images_per_second"].split()[-1]))
     return kinds
-
-
-def median(command, gpus):
-    """Return the median speed of a command of one of the scripts, with Apex's kernels, or None."""
-    kinds = {kind[:3]: found for kind, found in speeds().items() if "Python only" not in kind[3]}
-    found = kinds.get(kind_of(dict(command=command, gpus=str(gpus), versions=""))[:3])
-    return found and statistics.median(found)
 
 
 def draw(kinds):

@@ -4,12 +4,12 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import venv
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -68,14 +68,17 @@ def test_the_eight_steps_are_lines_of_the_scripts(script):
 
 
 def test_the_speeds_in_readme_and_results_are_medians_of_runs_csv():
+    medians = {kind[:3]: median(found) for kind, found in draw.speeds().items() if "Python only" not in kind[3]}
     rows = re.findall(r"(?m)^\| `(\w+\.py)(.*)` \|(.*)\|(.*)\|(.*)\|$", README.partition("## Results")[2])
     assert len(rows) == 6
     for script, flags, *cells in rows:
         for gpus, cell in zip((1, 2, 4), cells):
-            speed = draw.median(f"{script} --batch-size {512 * gpus}{flags}", gpus)
+            run_of = dict(command=f"{script} --batch-size {512 * gpus}{flags}", gpus=str(gpus), versions="")
+            speed = medians.get(draw.kind_of(run_of)[:3])
             assert cell.strip() == (f"{round(speed, -2):,.0f}" if speed else "")
-    page, medians = (ROOT / "results" / "README.md").read_text(), map(statistics.median, draw.speeds().values())
-    assert {"8,838", "23,925", "24,407"} <= {f"{median:,.0f}" for median in medians if f"{median:,.0f}" in page}
+    page = (ROOT / "results" / "README.md").read_text()
+    for number in "8,838", "23,925", "24,341":  # nn.DataParallel, Lightning, a ceiling
+        assert number in page and number in [f"{speed:,.0f}" for speed in medians.values()]
 
 
 def test_own_images_two_learning_rates_another_metric_tensorboard_and_inference(tmp_path):

@@ -38,7 +38,6 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only(script, first_runs):
     folder, finished = first_runs[script]
     found, processes = result(finished), 1 if script == "dp_train" else 2
     assert found["world_size"] == processes == len(set(process_ids(finished.stdout)))
-    assert found["gpus"] == 0 and found["seconds"] > 0
     assert {"train_loss", "val_loss", "val_accuracy", "best_accuracy", "images_per_second"} < found.keys()
     assert len(re.findall(r"^epoch \d step \d/5 loss", finished.stdout, re.M)) == 10
     losses = [float(loss) for loss in re.findall(r"train_loss (\S+)", finished.stdout)]
@@ -79,8 +78,7 @@ def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_r
     torch.save(state | before, tmp_path / "run.pt")
     no_shared_disk = ("    # [DDP 2/8]", "    if rank > 0: args.checkpoint = '/not/there'\n    # [DDP 2/8]")
     folder = copy_script(tmp_path / "copy", "ddp_launch_train", no_shared_disk)
-    flags = ["--checkpoint", "run.pt", "--precision", "bf16"]
-    finished = run(command("ddp_launch_train", *flags, nproc=3, folder=folder), cwd=tmp_path)
+    finished = run(command("ddp_launch_train", "--checkpoint", "run.pt", nproc=3, folder=folder), cwd=tmp_path)
     assert "1 of 2 epochs are done" in finished.stdout and result(finished)["world_size"] == 3
 
 
