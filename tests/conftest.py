@@ -18,11 +18,11 @@ os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
 
 SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
 SMALL = "--device cpu --synthetic --arch resnet18 --image-size 4 --limit 61 --batch-size 12 --lr 0.02".split()
-SMALL += "--epochs 2 --workers 0 --log-every 1".split()  # 5 steps in an epoch
+SMALL += "--epochs 2 --workers 0 --log-every 1".split()  # 5 steps in an epoch: a smaller last batch is dropped
 
 
 def copy_script(folder, script, *changes):
-    """Copy a script and common.py, nothing else, into a folder, with lines changed, each given as (old, new)."""
+    """Copy a script and common.py, nothing else, into a folder. A change is (old text, new text)."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "common.py", folder)
     text = (ROOT / f"{script}.py").read_text()
@@ -35,10 +35,10 @@ def copy_script(folder, script, *changes):
 
 def command(script, *flags, nproc=2, folder=ROOT):
     """Return the command that starts a script, with torchrun for `nproc` processes where it needs that."""
-    start = [sys.executable]
+    launcher = [sys.executable]
     if script not in ("dp_train", "ddp_spawn_train"):
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    return [*start, str(folder / f"{script}.py"), *SMALL, *flags]  # the last of equal flags counts
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return [*launcher, str(folder / f"{script}.py"), *SMALL, *flags]  # the last of equal flags counts
 
 
 def run(arguments, cwd=None, **env):
@@ -62,7 +62,7 @@ def wait_until_gone(pids, seconds=20):
     """Fail unless every process ends within the time."""
     assert pids
     end = time.monotonic() + seconds
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:  # a zombie has none
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:  # a process that has ended has none
         assert time.monotonic() < end, f"still running: {left}"
         time.sleep(0.05)
 

@@ -54,9 +54,9 @@ PartitionName=main Nodes=ALL Default=YES
 
 
 def changes(*diffs):
-    """Return diffs of README as changes for copy_script. A change ends with its last + line."""
+    """Return diffs of README as changes for copy_script. A change ends with its last + line, comments aside."""
     hunks = re.findall(r"(?m)((?:^[- ].*\n)+(?:^\+.*\n)+)", "".join(diffs))
-    return [["".join(re.findall(rf"(?m)^[ {sign}](.*\n)", hunk)) for sign in "-+"] for hunk in hunks]
+    return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
 
 
 @pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])

@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_like_an_unbroken_one(script, line, kill, first_run
     killed = run(command(script, *flags, folder=folder), cwd=tmp_path)
     assert killed.returncode != 0
     wait_until_gone(process_ids(killed.stdout))
-    os.link(tmp_path / "run.pt", tmp_path / "old.pt")  # the same file, unless it is replaced
+    os.link(tmp_path / "run.pt", tmp_path / "old.pt")  # a second name; it keeps this content if run.pt is replaced
     finished = run(command(script, *flags), cwd=tmp_path)
     assert "1 of 2 epochs are done" in finished.stdout and result(finished)
     assert saved_by(tmp_path) == saved_by(first_runs[script][0])
@@ -74,8 +74,8 @@ def test_a_killed_run_resumes_like_an_unbroken_one(script, line, kill, first_run
 
 def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_runs, tmp_path):
     state = torch.load(first_runs["ddp_launch_train"][0] / "run.pt", weights_only=True)
-    before = dict(epoch=1, scheduler=state["scheduler"] | dict(last_epoch=5, _step_count=6))
-    torch.save(state | before, tmp_path / "run.pt")
+    one_epoch = dict(epoch=1, scheduler=state["scheduler"] | dict(last_epoch=5, _step_count=6))
+    torch.save(state | one_epoch, tmp_path / "run.pt")
     no_shared_disk = ("    # [DDP 2/8]", "    if rank > 0: args.checkpoint = '/not/there'\n    # [DDP 2/8]")
     folder = copy_script(tmp_path / "copy", "ddp_launch_train", no_shared_disk)
     finished = run(command("ddp_launch_train", "--checkpoint", "run.pt", nproc=3, folder=folder), cwd=tmp_path)
