@@ -60,11 +60,11 @@ def changes(*diffs):
 
 
 @pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
-def test_the_eight_steps_are_lines_of_the_scripts(script):
-    text = (ROOT / f"{script}.py").read_text()
-    lines = {line.partition("  # ")[0].strip() for line in text.splitlines()}
+def test_the_eight_steps_are_lines_of_the_scripts(script, tmp_path):
+    lines = {line.partition("  # ")[0].strip() for line in (ROOT / f"{script}.py").read_text().splitlines()}
     steps = {line.strip() for line in EIGHT_STEPS.splitlines() if line and not line.startswith("# ")}
     assert len(steps) >= 15 and not steps - lines
+    copy_script(tmp_path, "apex_amp_train", *changes(APEX_DDP))  # fails if a line that it replaces is missing
 
 
 def test_the_speeds_in_readme_and_results_are_medians_of_runs_csv():
