@@ -16,6 +16,7 @@ copies of them. O3 is float16 throughout, without a scale.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -52,6 +53,8 @@ def main(args):
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
+    if args.batch_size is None:
+        args.batch_size = 512 * world_size
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
     net = build_network(args).to(device)
@@ -70,8 +73,10 @@ def main(args):
     loading = dict(
         batch_size=args.batch_size // world_size,  # of each process
         num_workers=args.workers,
+        multiprocessing_context="fork" if args.workers else None,  # Python 3.14's default copies the data set
         persistent_workers=args.workers > 0,  # start them once, not in every epoch
-        # Starting workers draws a number from it. Drawn from the global generator, it would change a resumed run.
+        # Workers are seeded from this generator when they start, once in a run. From the global one, that would
+        # change the augmentation in the first epoch after a resume.
         generator=torch.Generator().manual_seed(args.seed + rank),
         pin_memory=cuda,
     )
@@ -92,10 +97,12 @@ def main(args):
 
     # [DDP 5/8] Wrap the network last: no layer may be replaced or frozen later. `model` and `net` share weights.
     model = DDP(net, gradient_as_bucket_view=True)  # gradients are views of DDP's buffers: saves a copy
+    # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
+    # [DDP 7/8] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
+    model.broadcast_buffers = False
     if args.compile:
-        # Do not copy the BatchNorm statistics before each step: it splits the compiled step, and [DDP 7/8] does it
-        # once an epoch. (DDP's argument broadcast_buffers is deprecated since PyTorch 2.13.)
-        model.broadcast_buffers = False
+        # By default, the graph is split to begin the all-reduce earlier. That is better over a slow network only.
+        torch._dynamo.config.optimize_ddp = False
         model = torch.compile(model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
     print(f"rank {rank}: process {os.getpid()} on {device}", force=True, flush=True)  # on every rank
@@ -111,7 +118,7 @@ def main(args):
         epoch_start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             net.zero_grad()  # not optimizer.zero_grad(): at O2, Apex's fails with gradient_as_bucket_view
-            loss, _, _ = compute_loss(args, model, batch, device, augment=True)  # [AMP 3/4] is in compute_loss
+            loss, _, _ = compute_loss(args, model, batch, device, training=True)  # [AMP 3/4] is in compute_loss
 
             # [AMP 4/4] Scale the loss, unscale the gradients, and skip the step if they have overflowed.
             # DDP has averaged them, so they are the same in all processes: all skip the same steps.
@@ -143,9 +150,10 @@ def main(args):
             dist.broadcast(buffer, src=0)  # the last step left each process its own BatchNorm statistics
         val_sums = validate(args, net, val_loader, device)
         dist.all_reduce(val_sums)
-        results = check_metrics(epoch, dict(train_loss=train_loss, **metrics_from(val_sums)))
-        best_accuracy = max(metrics["best_accuracy"], results["val_accuracy"])  # metrics_from() must return it
-        metrics = dict(results, best_accuracy=best_accuracy, images_per_second=images_per_second)
+        best = metrics["best"]  # of the epochs before
+        metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
+        metrics = check_metrics(epoch, metrics)
+        metrics["best"] = max(best, metrics[MAIN_METRIC])
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         scale = amp.state_dict()["loss_scaler0"]["loss_scale"] if use_apex else scaler.get_scale()
         print(f"epoch {epoch} loss scale {scale:g}")  # smaller than before: steps were skipped
@@ -154,8 +162,11 @@ def main(args):
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
-    seconds, peak_mib = time.perf_counter() - start, torch.cuda.max_memory_allocated() // 2**20
-    print(f"rank {rank}: peak GPU memory {peak_mib} MiB", force=True)
+    seconds = time.perf_counter() - start
+    peak_mib = torch.cuda.max_memory_allocated() // 2**20
+    if cuda:
+        print(f"peak GPU memory {peak_mib} MiB")
+    # For run_all.sh, which compares the scripts.
     result = dict(script=os.path.basename(__file__)) | vars(args) | metrics
     result |= dict(gpus=world_size if cuda else 0, world_size=world_size, seconds=seconds, peak_mib=peak_mib)
     print("RESULT", json.dumps(result), flush=True)
@@ -164,14 +175,24 @@ def main(args):
 
 # ------------------------------------------------------------ Replace these in your own project
 
+MAIN_METRIC = "val_accuracy"  # of metrics_from(). FILE.best has the weights with its largest value.
+
 
 def load_data(args):
-    """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label)."""
+    """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
+
+    Random transforms in a data set run in the data-loading processes. A resumed run starts these with other random
+    numbers: see "Random transforms" in RECIPES.md.
+    """
     return common.load_cifar10(args.data_dir, args.limit, args.synthetic)
 
 
 def build_network(args):
-    """Return the network on the CPU. Parameters with requires_grad=False stay frozen."""
+    """Return the network on the CPU. Parameters with requires_grad=False stay frozen.
+
+    common.prepare() returns images in channels_last memory format. Convert a convolutional network to it, too, as
+    build_resnet() does. Otherwise, DDP warns: "Grad strides do not match bucket view strides".
+    """
     return common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)
 
 
@@ -185,10 +206,15 @@ def build_optimizer(args, net, total_steps):
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps)  # sets the momentum, too
 
 
-def compute_loss(args, model, batch, device, augment):
-    """Return the mean loss of a batch from the DataLoader, the outputs (n, classes) and the labels (n)."""
+def compute_loss(args, model, batch, device, training):
+    """Return the mean loss of a batch from the DataLoader, the outputs (n, classes) and the labels (n).
+
+    DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels. With
+    ignored labels or padding, see "Losses with unequal weights" in RECIPES.md. The processes may communicate here
+    while training. While validating, they must not: they may have unequal numbers of batches.
+    """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment)  # augment and normalise on the GPU
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # on the GPU
     # [AMP 3/4] Compute in float16 where it is safe. Apex needs no autocast: amp.initialize() has prepared all.
     with torch.autocast(args.device, torch.float16, enabled=args.backend == "torch"):
         outputs = model(images)
@@ -197,13 +223,16 @@ def compute_loss(args, model, batch, device, augment):
 
 @torch.no_grad()
 def validate(args, model, loader, device):
-    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
+    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images.
+
+    The mean loss of a batch is multiplied by its number of labels.
+    """
     model.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros_like(loss_sum)
     count = torch.zeros_like(loss_sum)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, model, batch, device, augment=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, training=False)
         loss_sum += loss.double() * len(labels)
         correct += (outputs.argmax(1) == labels).sum()
         count += len(labels)
@@ -211,7 +240,7 @@ def validate(args, model, loader, device):
 
 
 def metrics_from(val_sums):
-    """Return the metrics from the sums over all images. FILE.best has the weights with the best val_accuracy."""
+    """Return the metrics from the sums over all images. One is named by MAIN_METRIC: larger is better."""
     loss_sum, correct, count = val_sums.tolist()
     return dict(val_loss=loss_sum / count, val_accuracy=correct / count)
 
@@ -248,7 +277,7 @@ def check_metrics(epoch, metrics):
 def save_checkpoint(args, stateful, epoch, metrics):
     """Save everything a resumed run needs, and the weights alone in FILE.best if this epoch is the best so far."""
     states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics["val_accuracy"] == metrics["best_accuracy"]:
+    if metrics[MAIN_METRIC] == metrics["best"]:
         save_atomically(states["net"], f"{args.checkpoint}.best")
     save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
 
@@ -260,11 +289,19 @@ def save_atomically(state, path):
 
 
 def load_checkpoint(args):
-    """Return what save_checkpoint() saved, or None if there is no file. Refuse a file that does not fit."""
+    """Return what save_checkpoint() saved, or None if there is no file. Refuse a file that does not fit.
+
+    Lock the checkpoint until this process ends, so that no other run writes it. Processes that are forked do not
+    inherit this kind of lock.
+    """
     if not args.checkpoint:
         return None
-    if not os.access(os.path.dirname(args.checkpoint), os.W_OK):
-        raise SystemExit(f"--checkpoint: cannot write into {os.path.dirname(args.checkpoint)}")
+    try:
+        fcntl.lockf(os.open(f"{args.checkpoint}.lock", os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"another run uses {args.checkpoint}") from None
+    except OSError as error:
+        raise SystemExit(f"--checkpoint: {error}") from None
     if not os.path.exists(args.checkpoint):
         return None
     try:
@@ -284,7 +321,7 @@ def load_checkpoint(args):
 def resume(checkpoint, stateful):
     """Load a checkpoint, unless it is None. Return the number of epochs done and their last metrics."""
     if checkpoint is None:
-        return 0, dict(best_accuracy=-math.inf)
+        return 0, dict(best=-math.inf)
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["epoch"], checkpoint["metrics"]
@@ -315,7 +352,7 @@ def parse_args(argv=None):
     add("--pretrained", action="store_true", help="start from ImageNet weights; best with --image-size 224")
     add("--freeze-backbone", action="store_true", help="train only the last layer; use it with --pretrained")
     add("--epochs", type=at_least(1), default=30, help="default: 30")
-    add("--batch-size", type=at_least(1), default=512, help="images per step over all GPUs (default: 512)")
+    add("--batch-size", type=at_least(1), help="images per step over all GPUs (default: 512 per GPU)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--backend", choices=["torch", "apex"], default="torch", help="torch.amp or NVIDIA Apex (default: torch)")
@@ -325,7 +362,7 @@ def parse_args(argv=None):
     add("--workers", type=at_least(0), default=4, help="data-loading processes of each loader (default: 4)")
     add("--seed", type=at_least(0), default=21, help="default: 21")
     add("--log-every", type=at_least(1), default=20, help="print the loss every LOG_EVERY steps (default: 20)")
-    add("--checkpoint", type=os.path.abspath, metavar="FILE", help="save here and resume; best weights: FILE.best")
+    add("--checkpoint", type=os.path.realpath, metavar="FILE", help="save and resume; best weights: FILE.best")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0])
     args = parser.parse_args(argv)

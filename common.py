@@ -76,8 +76,8 @@ def shift_and_flip(images):
     return images[torch.arange(n, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
-    """Return torchvision's ResNet `arch` for 10 classes, in channels_last memory format (faster on GPUs).
+def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False, classes=10):
+    """Return torchvision's ResNet `arch` with `classes` outputs, in channels_last memory format (faster on GPUs).
 
     Images of up to 64 pixels get the ResNet paper's first layers for CIFAR-10 (https://arxiv.org/abs/1512.03385).
     `pretrained` loads ImageNet weights. `freeze_backbone` freezes all layers but the last, BatchNorm included.
@@ -103,7 +103,7 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False):
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         net.maxpool = nn.Identity()
     net.requires_grad_(not freeze_backbone)
-    net.fc = nn.Linear(net.fc.in_features, 10)
+    net.fc = nn.Linear(net.fc.in_features, classes)
     return net.to(memory_format=torch.channels_last)
 
 
