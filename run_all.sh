@@ -108,11 +108,11 @@ PY
   trap 'kill $(jobs -p) 2>/dev/null' EXIT # those that show the logs
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   if ((gpus)); then
-    flags=(--epochs 5 --batch-size $((512 / gpus * gpus))) # divisible by the processes
+    flags=(--epochs 5) # and by default 512 images per GPU
     [[ $note ]] && flags+=(--synthetic)
   else
     flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 144 --batch-size 16 --epochs 3 --lr 0.1)
-    flags+=(--workers 1)
+    flags+=(--workers 0)
   fi
   say "$note"
   flags+=("$@")

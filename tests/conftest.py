@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
@@ -19,6 +21,15 @@ os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
 SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
 SMALL = "--device cpu --synthetic --arch resnet18 --image-size 4 --limit 61 --batch-size 12 --lr 0.02".split()
 SMALL += "--epochs 2 --workers 0 --log-every 1".split()  # 5 steps in an epoch: a smaller last batch is dropped
+
+
+# A network in float64 without BatchNorm, and no augmentation: then the number of processes changes rounding only.
+RESNET = "common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)"
+FLOAT64 = [
+    (RESNET, "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 10)).double()"),
+    ("args.pretrained, augment=training)", "args.pretrained).double()"),
+    ("outputs.float()", "outputs"),
+]
 
 
 def copy_script(folder, script, *changes):
@@ -31,6 +42,12 @@ def copy_script(folder, script, *changes):
         text = text.replace(old, new)
     (folder / f"{script}.py").write_text(text)
     return folder
+
+
+def changes(*diffs):
+    """Return diffs of README as changes for copy_script. A change ends with its last + line, comments aside."""
+    hunks = re.findall(r"(?m)((?:^[- ].*\n)+(?:^\+.*\n)+)", "".join(diffs))
+    return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
 
 
 def command(script, *flags, nproc=2, folder=ROOT):
@@ -51,6 +68,13 @@ def result(finished):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     [line] = re.findall(r"^RESULT (.*)", finished.stdout, re.M)
     return json.loads(line)
+
+
+def saved_by(folder):
+    """Return what a run has saved, but for its flags and speed, with bytes in place of tensors."""
+    states = [torch.load(folder / name, weights_only=True) for name in ("run.pt", "run.pt.best")]
+    del states[0]["flags"], states[0]["metrics"]["images_per_second"]
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.numpy().tobytes(), states)
 
 
 def process_ids(output):

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, command, copy_script, result, run
-from test_readme import APEX_DDP, changes
-from test_training import saved_by
+from conftest import ROOT, SCRIPTS, changes, command, copy_script, result, run, saved_by
+from test_readme import APEX_DDP
 
 from apex_amp_train import amp
 

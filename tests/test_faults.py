@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, SMALL, command, copy_script, process_ids, result, run, wait_until_gone
-from test_training import saved_by
+from conftest import SCRIPTS, SMALL, command, copy_script, process_ids, result, run, saved_by, wait_until_gone
 
 
 def processes_of(pid):
@@ -94,7 +93,7 @@ def test_what_a_user_gets_wrong_is_said_in_one_sentence(script, refused):
         "--color red": "unrecognized arguments: --color",
         "--clip-grad nan": "--clip-grad must be greater than 0",
         "--batch-size 62": "--batch-size must be at most 61",
-        "--checkpoint no/run.pt": "cannot write into",
+        "--checkpoint no/run.pt": "--checkpoint: [Errno 2] No such file",
         "--pretrained": "--pretrained needs --image-size 65 or more",
     }
     if script != "dp_train":

@@ -14,9 +14,8 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SMALL, command, copy_script, result, run
+from conftest import FLOAT64, ROOT, SCRIPTS, SMALL, changes, command, copy_script, result, run
 from PIL import Image
-from test_training import FLOAT64
 
 from results import draw
 
@@ -53,12 +52,6 @@ PartitionName=main Nodes=ALL Default=YES
 """
 
 
-def changes(*diffs):
-    """Return diffs of README as changes for copy_script. A change ends with its last + line, comments aside."""
-    hunks = re.findall(r"(?m)((?:^[- ].*\n)+(?:^\+.*\n)+)", "".join(diffs))
-    return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
-
-
 @pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
 def test_the_eight_steps_are_lines_of_the_scripts(script, tmp_path):
     lines = {line.partition("  # ")[0].strip() for line in (ROOT / f"{script}.py").read_text().splitlines()}
@@ -91,7 +84,7 @@ def test_own_images_two_learning_rates_another_metric_tensorboard_and_inference(
     folder = copy_script(tmp_path / "copy", "ddp_launch_train", *changes(METRIC, TENSORBOARD), own)
     flags = ["--data-dir", str(images), *"--workers 1 --epochs 5 --checkpoint run.pt".split()]
     found = result(run(command("ddp_launch_train", *flags, folder=folder), cwd=folder))
-    assert found["best_accuracy"] > 0.4 and found["val_top5"] == 1
+    assert found["best"] > 0.4 and found["val_top5"] == 1
     assert len(list(folder.glob("runs/*/events*"))) == 1  # of rank 0 alone
     code = f"""
 import argparse, torch, ddp_launch_train
@@ -101,7 +94,7 @@ images = torch.stack([torch.from_numpy(image) for image, _ in val])
 print((scores.argmax(1) == torch.tensor(val.targets)).double().mean().item())
 """
     said = run([sys.executable, "-c", code], cwd=folder)
-    assert float(said.stdout) == pytest.approx(found["best_accuracy"]), said.stderr
+    assert float(said.stdout) == pytest.approx(found["best"]), said.stderr
 
 
 def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
