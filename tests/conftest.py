@@ -50,6 +50,13 @@ def changes(*diffs):
     return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
 
 
+def block(name):
+    """Return the code after the comment `<!-- test: NAME -->` in README.md or RECIPES.md."""
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "RECIPES.md"))
+    [code] = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", pages, re.S)
+    return code
+
+
 def command(script, *flags, nproc=2, folder=ROOT):
     """Return the command that starts a script, with torchrun for `nproc` processes where it needs that."""
     launcher = [sys.executable]

@@ -1,4 +1,4 @@
-"""What README shows: its blocks of code, each applied to a copy of ddp_launch_train.py and run, and run_all.sh."""
+"""What README shows: its diff, its lines for spawn, its commands for several machines, and run_all.sh."""
 
 import os
 import re
@@ -9,25 +9,17 @@ import sys
 import tempfile
 import venv
 from pathlib import Path
-from statistics import median
 
-import numpy as np
 import pytest
 import torch
-from conftest import FLOAT64, ROOT, SCRIPTS, SMALL, changes, command, copy_script, result, run
-from PIL import Image
-
-from results import draw
+from conftest import ROOT, SCRIPTS, SMALL, block, command, copy_script, result, run
 
 README = (ROOT / "README.md").read_text()
-EIGHT_STEPS, OWN_DATA, INFERENCE = (
-    README.partition(words)[2].split("```")[1].removeprefix("python\n")
-    for words in ("eight additions", "AdamW with two", "the best weights")
-)
-APEX_DDP, ACCUMULATION, METRIC, TENSORBOARD = re.findall(r"```diff\n(.*?)```", README, re.S)
 PAIR, SLURM_JOB = (
-    block.replace("per-node=gpu", "per-node=1").replace("_train.py", f"_train.py {' '.join(SMALL)}")
-    for block in re.findall(r"```bash\n((?:NCCL_|#!/bin/bash).*?)```", README, re.S)
+    re.search(rf"```bash\n({start}.*?)```", (ROOT / page).read_text(), re.S)[1]
+    .replace("per-node=gpu", "per-node=1")
+    .replace("_train.py", f"_train.py {' '.join(SMALL)}")
+    for page, start in (("README.md", "NCCL_"), ("RECIPES.md", "#!/bin/bash"))
 )
 # Two network namespaces stand for two machines. They need root, iproute2, slurmctld, slurmd and slurm-client.
 NETWORK = """
@@ -52,69 +44,76 @@ PartitionName=main Nodes=ALL Default=YES
 """
 
 
-@pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
-def test_the_eight_steps_are_lines_of_the_scripts(script, tmp_path):
-    lines = {line.partition("  # ")[0].strip() for line in (ROOT / f"{script}.py").read_text().splitlines()}
-    steps = {line.strip() for line in EIGHT_STEPS.splitlines() if line and not line.startswith("# ")}
-    assert len(steps) >= 15 and not steps - lines
-    copy_script(tmp_path, "apex_amp_train", *changes(APEX_DDP))  # fails if a line that it replaces is missing
+# For the programs of README's diff on the CPU: other data, a small network with BatchNorm, no GPU.
+CIFAR10 = """
+def small_cifar10(*_, train, **options):
+    generator = torch.Generator().manual_seed(21 + train)
+    labels = torch.randint(10, (400 if train else 61,), generator=generator)
+    colours = nn.functional.one_hot(labels, 32)[:, None, None]
+    images = torch.rand(len(labels), 3, 32, 32, generator=generator) + colours
+    return torch.utils.data.TensorDataset(images, labels)
 
-
-def test_the_speeds_in_readme_and_results_are_medians_of_runs_csv():
-    medians = {kind[:3]: median(found) for kind, found in draw.speeds().items() if "Python only" not in kind[3]}
-    rows = re.findall(r"(?m)^\| `(\w+\.py)(.*)` \|(.*)\|(.*)\|(.*)\|$", README.partition("## Results")[2])
-    assert len(rows) == 6
-    for script, flags, *cells in rows:
-        for gpus, cell in zip((1, 2, 4), cells):
-            run_of = dict(command=f"{script} --batch-size {512 * gpus}{flags}", gpus=str(gpus), versions="")
-            speed = medians.get(draw.kind_of(run_of)[:3])
-            assert cell.strip() == (f"{round(speed, -2):,.0f}" if speed else "")
-    page = (ROOT / "results" / "README.md").read_text()
-    for number in "8,838", "23,925", "24,341":  # nn.DataParallel, Lightning, a ceiling
-        assert number in page and number in [f"{speed:,.0f}" for speed in medians.values()]
-
-
-def test_own_images_two_learning_rates_another_metric_tensorboard_and_inference(tmp_path):
-    images, random = tmp_path / "images", np.random.default_rng(1)
-    for number in range(90):  # three classes, each of its own brightness
-        file = images / ("val" if number % 3 == 0 else "train") / "abc"[number % 9 // 3] / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(number % 9 // 3 * 80, 255, (12, 11, 3), np.uint8)).save(file)
-    own = ("\nif __name__", f"\n{OWN_DATA}\n\nif __name__")  # these functions come last, and so are used
-    folder = copy_script(tmp_path / "copy", "ddp_launch_train", *changes(METRIC, TENSORBOARD), own)
-    flags = ["--data-dir", str(images), *"--workers 1 --epochs 5 --checkpoint run.pt".split()]
-    found = result(run(command("ddp_launch_train", *flags, folder=folder), cwd=folder))
-    assert found["best"] > 0.4 and found["val_top5"] == 1
-    assert len(list(folder.glob("runs/*/events*"))) == 1  # of rank 0 alone
-    code = f"""
-import argparse, torch, ddp_launch_train
-val = ddp_launch_train.load_data(argparse.Namespace(data_dir={str(images)!r}, image_size=4))[1]
-images = torch.stack([torch.from_numpy(image) for image, _ in val])
-{INFERENCE}
-print((scores.argmax(1) == torch.tensor(val.targets)).double().mean().item())
+datasets.CIFAR10 = small_cifar10
 """
-    said = run([sys.executable, "-c", code], cwd=folder)
-    assert float(said.stdout) == pytest.approx(found["best"]), said.stderr
+NET = "nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10))"
+ON_THE_CPU = {
+    "import datasets, models, transforms\n": f"import datasets, models, transforms\n{CIFAR10}",
+    'torch.device("cuda")': 'torch.device("cpu")',
+    'torch.device("cuda", local_rank)': 'torch.device("cpu")',
+    'torch.device("cuda", rank)': 'torch.device("cpu")',
+    "torch.cuda.set_device(device)": "pass",
+    '"nccl"': '"gloo"',
+    ", device_id=device": "",
+    "torch.cuda.device_count()": "2",
+    "models.resnet18(num_classes=10)": NET,
+    "num_workers=8": "num_workers=0",
+    "batch_size=256": "batch_size=40",
+}
 
 
-def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
-    weights = []
-    for batch, diffs in ("48", ()), ("12", (ACCUMULATION,)):
-        folder = copy_script(tmp_path / batch, "ddp_launch_train", *FLOAT64, *changes(*diffs))
-        flags = ["--limit", "98", "--batch-size", batch, "--checkpoint", "run.pt"]
-        result(run(command("ddp_launch_train", *flags, folder=folder), cwd=folder))
-        weights.append(torch.load(folder / "run.pt", weights_only=True)["net"])
-    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+def write(program, path):
+    """Write a program of README, changed for the CPU."""
+    for old, new in ON_THE_CPU.items():
+        program = program.replace(old, new)
+    path.write_text(program)
 
 
-def test_a_profile_of_a_copied_script(tmp_path):
-    folder = copy_script(tmp_path / "copy", "ddp_launch_train")
-    (folder / "profile_step.py").write_text((ROOT / "results" / "profile_step.py").read_text())
-    arguments = command("ddp_launch_train", folder=folder)
-    arguments[5:6] = [str(folder / "profile_step.py"), *re.search("gpu profile_step.py (.*)`", README)[1].split()]
-    assert result(run(arguments, cwd=folder))
-    trace = (folder / "trace.json").read_text()
-    assert "ProfilerStep#" in trace and "gloo:all_reduce" in trace
+@pytest.mark.parametrize("nproc", [0, 1, 3])
+def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
+    sign, launcher = "-", [sys.executable]
+    if nproc:
+        sign, launcher = "+", [*command("ddp_launch_train", nproc=nproc)[:5]]
+    program = "".join(re.findall(rf"(?m)^[ {sign}](.*\n)", block("from one GPU")))
+    if nproc:  # print README's check at the end of the validation
+        line = "        dist.all_reduce(correct)\n"
+        assert program.count(line) == 1
+        program = program.replace(line, f"{line}        {block('check')}")
+    write(program, tmp_path / "train.py")
+    finished = run([*launcher, "train.py"], cwd=tmp_path, PYTHONUNBUFFERED="")  # whole lines
+    assert finished.returncode == 0, finished.stderr
+    printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
+    assert len(printed) == 10 and printed[-1] > 0.5  # ten epochs, each printed once
+    scope = {}
+    exec(f"import torch\nfrom torch import nn\nclass datasets: pass\n{CIFAR10}\nnet = {NET}.eval()", scope)
+    images, labels = scope["small_cifar10"](train=False).tensors
+    scope["net"].load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
+    accuracy = (scope["net"](images).argmax(1) == labels).double().mean().item()
+    assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
+    lines = [line.split(maxsplit=2) for line in re.findall(r"(?m)^\d \S+ \[.*", finished.stdout)]
+    assert len({share for _, _, share in lines}) == len(lines) == 10 * nproc  # other images in each epoch and rank
+    for epoch in range(10 * bool(nproc)):
+        of_ranks = [[line for line in lines if line[0] == str(rank)][epoch] for rank in range(nproc)]
+        assert len({weights for _, weights, _ in of_ranks}) == 1
+        assert sum(int(share.split()[-1]) for _, _, share in of_ranks) == 61
+
+
+def test_the_lines_of_spawn_start_processes_that_find_each_other(tmp_path):
+    done = "\nif __name__"
+    say = "    print(rank, dist.get_world_size(), flush=True)\n    dist.destroy_process_group()\n"
+    imports = "import torch\nimport torch.distributed as dist\n"
+    write(imports + block("spawn").replace(done, f"{say}{done}"), tmp_path / "spawned.py")
+    finished = run([sys.executable, "spawned.py"], cwd=tmp_path, PYTHONUNBUFFERED="")
+    assert sorted(finished.stdout.splitlines()) == ["0 2", "1 2"], finished.stderr
 
 
 def test_run_all_learns_without_a_gpu_and_shows_failures_in_its_table(tmp_path):
