@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, changes, command, copy_script, result, run, saved_by
-from test_readme import APEX_DDP
+from conftest import ROOT, SCRIPTS, block, changes, command, copy_script, result, run, saved_by
 
 from apex_amp_train import amp
 
@@ -74,7 +73,7 @@ def test_it_trains_on_all_gpus_and_compiled_alike(script, precision):
 def test_apexs_own_ddp_and_sync_bn_train_like_pytorchs(tmp_path):
     line = "        val_sums = validate("
     say = "        print('SUM', sum(w.double().sum().item() for w in net.parameters()), force=True)\n"
-    folder = copy_script(tmp_path / "copy", "apex_amp_train", *changes(APEX_DDP), (line, say + line))
+    folder = copy_script(tmp_path / "copy", "apex_amp_train", *changes(block("apex ddp")), (line, say + line))
     flags = ["--backend", "apex", "--sync-bn", "--epochs", "1"]
     apex, pytorch = train("apex_amp_train", *flags, folder=folder), train("apex_amp_train", *flags)
     assert losses(apex)[:3] == pytest.approx(losses(pytorch)[:3], rel=2e-2)

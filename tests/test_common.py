@@ -42,9 +42,9 @@ def test_pretrained_weights_are_loaded_and_a_frozen_backbone_trains_the_last_lay
     (tmp_path / "checkpoints").mkdir()
     torch.save(source, tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    net = common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True)
+    net = common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True, classes=12)
     assert torch.equal(net.layer4[1].conv2.weight, source["layer4.1.conv2.weight"])
-    assert {weight.shape[0] for weight in net.parameters() if weight.requires_grad} == {10}
+    assert {weight.shape[0] for weight in net.parameters() if weight.requires_grad} == {12}
 
 
 def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():

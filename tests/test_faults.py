@@ -1,6 +1,7 @@
 """What breaks a run: Ctrl-C, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import random
@@ -44,6 +45,24 @@ def test_ctrl_c_or_a_killed_process_ends_all_and_spawn_listens_on_loopback(scrip
     torch.load(tmp_path / "run.pt", weights_only=True)
 
 
+def test_a_second_run_on_a_checkpoint_is_refused_until_the_first_has_ended(start, tmp_path):
+    arguments = command("ddp_launch_train", "--workers", "1", "--checkpoint", f"{tmp_path}/run.pt")
+    process, log = start([*arguments, "--epochs", "1000"], "epoch 1 step")
+    second = run(arguments)
+    assert second.returncode != 0 and f"another run uses {tmp_path}/run.pt" in second.stderr
+    pids = processes_of(process.pid)
+    os.kill(pids[0], signal.SIGKILL)  # torchrun; its processes train on
+    epochs = log.read_text().count(" val_loss ")
+    while log.read_text().count(" val_loss ") < epochs + 2:
+        time.sleep(0.05)
+    assert "another run" in run(arguments).stderr
+    os.kill(process_ids(log.read_text())[0], signal.SIGKILL)  # its data-loading processes live on for seconds
+    third, _ = start([*arguments, "--epochs", "1000"], "[1-9] of 1000 epochs are done")
+    for pid in [*pids[1:], *processes_of(third.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 ERRORS = [
     ("ddp_spawn_train", "loss = loss / 0", "epoch 2: train_loss is inf; use a smaller --lr"),
     ("dp_train", "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**20, 2**20))", "too large|iostream error"),
@@ -68,12 +87,12 @@ def refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("builtins.print", print)  # setup_for_distributed replaces it
     monkeypatch.chdir(tmp_path)
 
-    def main(script, *flags, launcher=True):
+    def main(script, *flags, launcher=True, small=SMALL):
         for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2).items():
             monkeypatch.setenv(name, str(value)) if launcher else monkeypatch.delenv(name, raising=False)
         module = importlib.import_module(script)
         with pytest.raises(SystemExit) as error:
-            args = module.parse_args([*SMALL, *flags])
+            args = module.parse_args([*small, *flags])
             module.main(*([0, 2, "folder"] if script == "ddp_spawn_train" else []), args)
         assert error.value.code != 0
         return f"{error.value} {capsys.readouterr().err}"
@@ -102,6 +121,16 @@ def test_what_a_user_gets_wrong_is_said_in_one_sentence(script, refused):
         sentences |= {"--backend apex": "needs a GPU, NVIDIA Apex 25.04", "--opt-level O2": "torch has only O1"}
     for flags, sentence in sentences.items():
         assert sentence in refused(script, *flags.split(), launcher=torchrun)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_default_batch_is_512_images_for_each_process(script, refused):
+    torchrun = script in ("ddp_launch_train", "apex_amp_train")
+    number = SMALL.index("--batch-size")
+    without = SMALL[:number] + SMALL[number + 2 :]
+    too_few = str(511 if script == "dp_train" else 2 * 512 - 1)
+    said = refused(script, "--limit", too_few, launcher=torchrun, small=without)
+    assert f"--batch-size must be at most {too_few}" in said
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -16,7 +16,8 @@ def first_runs(tmp_path_factory):
     runs = {}
     for script in SCRIPTS:
         folder = copy_script(tmp_path_factory.mktemp("a project") / script, script)
-        arguments = command(script, "--checkpoint", "run.pt", folder=folder)
+        (folder / "link.pt").symlink_to("run.pt")  # what it leads to is written, and it stays a link
+        arguments = command(script, "--checkpoint", "link.pt", folder=folder)
         if script == "ddp_spawn_train":  # as in a notebook: no other process can import what stands after -c
             code = "import ddp_spawn_train, os; before = dict(os.environ)\n"
             code += f"print('RETURNED', ddp_spawn_train.launch({arguments[2:]}), 'CHANGED', os.environ != before)"
@@ -34,6 +35,7 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only(script, first_runs):
     assert len(re.findall(r"^epoch \d step \d/5 loss", finished.stdout, re.M)) == 10
     losses = [float(loss) for loss in re.findall(r"train_loss (\S+)", finished.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
+    assert "GPU memory" not in finished.stdout and (folder / "link.pt").is_symlink()
     assert {path.name for path in folder.glob("run.*")} == {"run.pt", "run.pt.best", "run.pt.lock"}
 
 
@@ -62,6 +64,24 @@ def test_a_killed_run_resumes_like_an_unbroken_one(script, line, kill, first_run
     assert "1 of 2 epochs are done" in finished.stdout and result(finished)
     assert saved_by(tmp_path) == saved_by(first_runs[script][0])
     assert torch.load(tmp_path / "old.pt", weights_only=True)["epoch"] == 1
+
+
+def test_the_main_metric_decides_which_weights_are_the_best(tmp_path):
+    first_is_best = "val_other=torch.tensor(-metrics_from.calls), val_numpy=np.float32(0.5))"
+    edits = [
+        ('MAIN_METRIC = "val_accuracy"', 'import numpy as np\nMAIN_METRIC = "val_other"'),
+        ("    loss_sum, correct, count =", "    metrics_from.calls += 1\n    loss_sum, correct, count ="),
+        ("val_accuracy=correct / count)", f"val_accuracy=correct / count, {first_is_best}"),
+        ("\n# ------------------------------------------------------------ Metrics", "\nmetrics_from.calls = 0\n# Metrics"),
+    ]
+    keep = "            save_checkpoint(args, stateful, epoch, metrics)\n"
+    edits.append((keep, f"{keep}            torch.save(net.state_dict(), f'epoch{{epoch}}.pt')\n"))
+    folder = copy_script(tmp_path / "copy", "dp_train", *edits)
+    assert result(run(command("dp_train", "--checkpoint", "run.pt", folder=folder), cwd=folder))["best"] == -1
+    best, first, second = (torch.load(folder / name) for name in ("run.pt.best", "epoch1.pt", "epoch2.pt"))
+    assert torch.equal(best["fc.weight"], first["fc.weight"]) and not torch.equal(best["fc.weight"], second["fc.weight"])
+    metrics = torch.load(folder / "run.pt", weights_only=True)["metrics"]  # fails with NumPy numbers
+    assert {type(value) for value in metrics.values()} == {float}
 
 
 def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_runs, tmp_path):
