@@ -3,7 +3,7 @@
     python results/draw.py [SERIES]    # needs matplotlib
 
 The speed of a run is that of its last epoch. Runs are of one kind if script, flags, GPUs and versions are equal,
-apart from --epochs, --seed and --checkpoint. Without SERIES, the runs that measure the start are left out.
+apart from --epochs, --seed and --checkpoint. Without SERIES, the runs that measure the accuracy are left out.
 """
 
 import csv
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 def kind_of(row):
     """Return (script, flags with important defaults, GPUs, versions) of a row."""
     script = row["command"].partition(" --")[0]
-    flags = {"--batch-size": "512"} if "_train.py" in script else {}
+    flags = {"--batch-size": str(512 * max(1, int(row["gpus"])))} if "_train.py" in script else {}
     if script.startswith("apex_amp_train.py"):
         flags |= {"--backend": "torch", "--opt-level": "O1"}
     flags |= dict(re.findall(r"(--[a-z-]+) ?((?!--)\S*)", row["command"]))
@@ -27,11 +27,11 @@ def kind_of(row):
 
 
 def speeds(series=None):
-    """Return {kind: [speed of each run]} of one series, or of all but `start`."""
+    """Return {kind: [speed of each run]} of one series, or of all but `accuracy`."""
     kinds = {}
     with (FOLDER / "runs.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            wanted = row["series"] == series if series else row["series"] != "start"
+            wanted = row["series"] == series if series else row["series"] != "accuracy"
             if wanted and row["images_per_second"]:
                 kinds.setdefault(kind_of(row), []).append(float(row["images_per_second"].split()[-1]))
     return kinds
@@ -44,18 +44,20 @@ def draw(kinds):
     plt.switch_backend("svg")
     plt.rcParams.update({"svg.hashsalt": "one", "svg.fonttype": "none"})  # the same file each time, text as text
     figure, axis = plt.subplots(figsize=(6, 3.5))
+    sizes = set()
     for compile, label in (" --compile", "with --compile"), ("", "without --compile"):
         points = []
         for (script, flags, gpus, _), found in kinds.items():
             images = re.fullmatch(rf"--batch-size (\d+){compile}", flags)
             if (script, gpus) == ("ddp_launch_train.py", "2") and images:
                 points.append((int(images[1]) // 2, statistics.median(found)))
+        sizes |= {images for images, _ in points}
         axis.plot(*zip(*sorted(points)), marker="o", label=label)
         for images, speed in points:
             place = dict(xytext=(-4, 6), ha="right") if compile else dict(xytext=(4, -14), ha="left")
             axis.annotate(f"{speed:,.0f}", (images, speed), textcoords="offset points", **place)
     axis.set_xscale("log", base=2)
-    axis.set_xticks([images for images, _ in points], [images for images, _ in points])
+    axis.set_xticks(sorted(sizes), sorted(sizes))
     axis.set(xlabel="images per GPU and step", ylabel="images/s over both GPUs", ylim=(0, 50_000), xmargin=0.18)
     axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.legend(loc="upper left")
