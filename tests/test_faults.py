@@ -151,7 +151,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, tmp_path):
     args.checkpoint, args.lr = str(tmp_path / "lr"), 0.5  # --workers may change; the file may lack a new flag
     assert module.load_checkpoint(args)["flags"]["workers"] == 9
     if script == "ddp_launch_train":  # torchrun shows the sentence and no traceback
-        finished = run(command(script, "--checkpoint", str(tmp_path / "cut")))
+        shutil.copy(tmp_path / "cut", tmp_path / "copy")  # this process has locked the others
+        finished = run(command(script, "--checkpoint", str(tmp_path / "copy")))
         assert finished.returncode != 0 and finished.stderr.count("cannot read") == 1
         assert 'ddp_launch_train.py", line' not in finished.stderr and "terminate called" not in finished.stderr
 

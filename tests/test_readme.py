@@ -69,6 +69,7 @@ ON_THE_CPU = {
     "models.resnet18(num_classes=10)": NET,
     "num_workers=8": "num_workers=0",
     "batch_size=256": "batch_size=40",
+    "range(10)": "range(4)",
 }
 
 
@@ -93,7 +94,7 @@ def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
     finished = run([*launcher, "train.py"], cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
-    assert len(printed) == 10 and printed[-1] > 0.5  # ten epochs, each printed once
+    assert len(printed) == 4 and printed[-1] > 0.3  # four epochs, each printed once
     scope = {}
     exec(f"import torch\nfrom torch import nn\nclass datasets: pass\n{CIFAR10}\nnet = {NET}.eval()", scope)
     images, labels = scope["small_cifar10"](train=False).tensors
@@ -101,8 +102,8 @@ def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
     accuracy = (scope["net"](images).argmax(1) == labels).double().mean().item()
     assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
     lines = re.findall(r"rank (\d): weights (\S+), images (.*), validates (\d+)", finished.stdout)
-    assert len({images for _, _, images, _ in lines}) == len(lines) == 10 * nproc  # others in each epoch and rank
-    for epoch in range(10 * bool(nproc)):
+    assert len({images for _, _, images, _ in lines}) == len(lines) == 4 * nproc  # others in each epoch and rank
+    for epoch in range(4 * bool(nproc)):
         of_ranks = [[line for line in lines if line[0] == str(rank)][epoch] for rank in range(nproc)]
         assert len({weights for _, weights, _, _ in of_ranks}) == 1
         assert sum(int(validates) for *_, validates in of_ranks) == 61
