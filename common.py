@@ -46,12 +46,13 @@ def load_cifar10(data_dir, limit=None, synthetic=False):
 def prepare(images, size, pretrained=False, augment=False):
     """Turn uint8 images (n, height, width, 3) into normalised float32 images (n, 3, size, size), on their device.
 
-    `augment` shifts each image at random by up to 4 pixels (mirrored at the border) and flips half of them.
+    With `size` None, they keep theirs. `augment` shifts each image at random by up to 4 pixels (mirrored at the
+    border) and flips half of them.
     """
     images = shift_and_flip(images) if augment else images
     mean, std = mean_and_std(pretrained, images.device)
     images = (images.permute(0, 3, 1, 2) - mean) / std
-    if images.shape[-2:] != (size, size):
+    if size and images.shape[-2:] != (size, size):
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
     return images
 

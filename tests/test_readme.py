@@ -15,12 +15,9 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, SMALL, block, command, copy_script, result, run
 
-README = (ROOT / "README.md").read_text()
 PAIR, SLURM_JOB = (
-    re.search(rf"```bash\n({start}.*?)```", (ROOT / page).read_text(), re.S)[1]
-    .replace("per-node=gpu", "per-node=1")
-    .replace("_train.py", f"_train.py {' '.join(SMALL)}")
-    for page, start in (("README.md", "NCCL_"), ("RECIPES.md", "#!/bin/bash"))
+    block(name).replace("per-node=gpu", "per-node=1").replace("_train.py", f"_train.py {' '.join(SMALL)}")
+    for name in ("two machines", "slurm")
 )
 # Two network namespaces stand for two machines. They need root, iproute2, slurmctld, slurmd and slurm-client.
 NETWORK = """
@@ -101,11 +98,12 @@ def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
     scope["net"].load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
     accuracy = (scope["net"](images).argmax(1) == labels).double().mean().item()
     assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
-    lines = re.findall(r"rank (\d): weights (\S+), images (.*), validates (\d+)", finished.stdout)
-    assert len({images for _, _, images, _ in lines}) == len(lines) == 4 * nproc  # others in each epoch and rank
+    check = r"rank (\d): weights (\S+) labels (.*) indices (.*) validates (\d+)"
+    lines = re.findall(check, finished.stdout)
+    assert len({indices for *_, indices, _ in lines}) == len(lines) == 4 * nproc  # others in each epoch and rank
     for epoch in range(4 * bool(nproc)):
         of_ranks = [[line for line in lines if line[0] == str(rank)][epoch] for rank in range(nproc)]
-        assert len({weights for _, weights, _, _ in of_ranks}) == 1
+        assert len({weights for _, weights, *_ in of_ranks}) == len({labels for _, _, labels, *_ in of_ranks}) == 1
         assert sum(int(validates) for *_, validates in of_ranks) == 61
 
 

@@ -86,7 +86,7 @@ def runs(images, tmp_path_factory):
     first = run(command("ddp_launch_train", *flags, "--workers", "2", folder=unbroken), cwd=unbroken)
     killed = run(command("ddp_launch_train", *flags, "--workers", "1", folder=broken), cwd=broken)
     assert killed.returncode != 0 and "\nepoch 2 train_loss" in killed.stdout
-    shutil.copytree(broken / "tensorboard", broken / "of the killed run")
+    shutil.copytree(broken / "run.pt.tensorboard", broken / "of the killed run")
     resumed = run(command("ddp_launch_train", *flags, "--workers", "1", folder=unbroken), cwd=broken)
     assert "1 of 2 epochs are done" in resumed.stdout
     return unbroken, broken, first, resumed
@@ -145,13 +145,13 @@ def test_tensorboard_shows_each_epoch_once_after_a_kill_and_a_resume(runs):
     _, broken, _, resumed = runs
 
     def points(folder):
-        events = EventAccumulator(str(folder / "first")).Reload()
+        events = EventAccumulator(str(folder)).Reload()
         return [(event.step, pytest.approx(event.value)) for event in events.Scalars("val_loss")]
 
     assert [step for step, _ in points(broken / "of the killed run")] == [1, 2]  # epoch 2 was written, not saved
-    assert len(list((broken / "tensorboard/first").glob("events*"))) == 2  # of rank 0, before and after
-    assert [step for step, _ in points(broken / "tensorboard")] == [1, 2]
-    assert points(broken / "tensorboard")[1][1] == result(resumed)["val_loss"]
+    assert len(list((broken / "run.pt.tensorboard").glob("events*"))) == 2  # of rank 0, before and after
+    assert [step for step, _ in points(broken / "run.pt.tensorboard")] == [1, 2]
+    assert points(broken / "run.pt.tensorboard")[1][1] == result(resumed)["val_loss"]
 
 
 def test_the_best_weights_give_the_metrics_of_the_run_again(runs):
@@ -164,7 +164,7 @@ def test_the_best_weights_give_the_metrics_of_the_run_again(runs):
 {block("evaluation")}
 images = torch.stack([torch.from_numpy(image) for image, _ in val_set])
 {block("inference")}
-labels = torch.tensor(val_set.targets)
+labels = torch.tensor(val_set.targets, device=device)
 top5 = (scores.topk(5).indices == labels[:, None]).any(1)
 print((classes == labels).double().mean().item(), top5.double().mean().item())
 """
@@ -178,49 +178,76 @@ print((classes == labels).double().mean().item(), top5.double().mean().item())
 
 # ------------------------------------------------------------ Segmentation and texts
 
-# Three classes of pixels by their red. In mask 0, all pixels count, in mask 8 none.
-SEGMENTATION = """
-def load_data(args):
-    generator = torch.Generator().manual_seed(7)
-    images = torch.randint(256, (61, 8, 8, 3), dtype=torch.uint8, generator=generator)
-    masks = images[..., 0] // 86
-    for number, mask in enumerate(masks):
-        mask[: number % 9] = 255
-    images = torch.utils.data.TensorDataset(images, masks)
-    return images, images
+SEGMENTATION = "nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1)).double()"
 
 
-def build_network(args):
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1)).double()
-"""
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory):
+    """Return a folder with images of different sizes and their masks: three classes, by the red of a pixel."""
+    folder, random = tmp_path_factory.mktemp("masks"), np.random.default_rng(1)
+    for number in range(61):
+        height, width = random.integers(5, 13, 2)
+        image = random.integers(256, size=(height, width, 3), dtype=np.uint8)
+        mask = image[..., 0] // 86
+        mask[: number % 9] = 255  # none in mask 0, most in mask 8
+        for kind, pixels in ("images", image), ("masks", mask):
+            for split in ("train", "val") if number < 21 else ("train",):
+                path = folder / split / kind / f"{number:02}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+    return folder
 
 
-def train_segmentation(folder, nproc):
-    code = block("unequal weights").replace("CLASSES = 21", "CLASSES = 3")
+def segmentation():
+    """Return the code of the recipe, for three classes and larger images than those of the fixture `masks`."""
+    code = block("unequal weights") + block("masks")
+    return code.replace("CLASSES = 21", "CLASSES = 3").replace("VAL_SIZE = 512", "VAL_SIZE = 16")
+
+
+def train_segmentation(folder, masks, nproc):
+    code = segmentation()
     for old, new in (FLOAT64[2], ("args.pretrained)", "args.pretrained).double()")):
         assert old in code
         code = code.replace(old, new)
-    copy_script(folder, "ddp_launch_train", replace_functions(code, SEGMENTATION))
-    flags = ["--image-size", "8", "--checkpoint", "run.pt"]
+    network = f"def build_network(args):\n    return {SEGMENTATION}\n"
+    functions = replace_functions(code, block("seeded items"), network)
+    copy_script(folder, "ddp_launch_train", functions, *changes(block("seeded epochs")))
+    flags = ["--data-dir", str(masks), "--image-size", "8", "--workers", f"{nproc}", "--checkpoint", "run.pt"]
     found = result(run(command("ddp_launch_train", *flags, nproc=nproc, folder=folder), cwd=folder))
     return found, torch.load(folder / "run.pt", weights_only=True)["net"]
 
 
-def test_labels_weigh_the_same_on_1_and_2_processes_though_ranks_have_unequally_many(tmp_path):
-    one, weights = train_segmentation(tmp_path / "one", 1)
-    two, weights_of_two = train_segmentation(tmp_path / "two", 2)
+def test_images_and_masks_of_any_size_get_the_same_random_crop(masks):
+    scope = dict(common=common)
+    exec(segmentation(), scope)
+    train_set, val_set = scope["load_data"](Namespace(data_dir=str(masks), image_size=8))
+    for data_set, size in (train_set, 8), (val_set, 16):
+        for index in range(len(data_set)):
+            image, mask = data_set[index]
+            assert image.shape == (size, size, 3) and mask.shape == (size, size) and image.dtype == torch.uint8
+            valid = mask != 255
+            assert torch.equal(mask[valid], image[..., 0][valid] // 86)
+    assert len({train_set[20][1].numpy().tobytes() for _ in range(20)}) > 5  # crops and flips
+    height, width = np.asarray(Image.open(masks / "val/masks/09.png")).shape
+    assert (val_set[9][1] != 255).sum() == height * width  # mask 9 has no ignored pixel; all are validated, once
+
+
+def test_labels_weigh_the_same_on_1_and_2_processes_though_ranks_have_unequally_many(masks, tmp_path):
+    one, weights = train_segmentation(tmp_path / "one", masks, 1)
+    two, weights_of_two = train_segmentation(tmp_path / "two", masks, 2)
     torch.testing.assert_close(weights_of_two, weights, rtol=1e-12, atol=1e-12)
     for name in "val_loss", "val_mean_iou", "best":
         assert two[name] == pytest.approx(one[name], rel=1e-12)
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-6)  # main adds it up in float32
     # The metrics of the saved weights, computed in another way.
-    scope = dict(torch=torch, nn=nn)
-    exec(SEGMENTATION, scope)
-    net = scope["build_network"](None)
+    scope = dict(common=common)
+    exec(segmentation(), scope)
+    net = eval(SEGMENTATION)
     net.load_state_dict(weights)
-    images, masks = scope["load_data"](None)[1].tensors
+    _, val_set = scope["load_data"](Namespace(data_dir=str(masks), image_size=8))
+    images, masks = (torch.stack(tensors) for tensors in zip(*val_set))
     with torch.no_grad():
-        outputs, masks = net(common.prepare(images, 8).double()), masks.long()
+        outputs, masks = net(common.prepare(images, None).double()), masks.long()
     loss = nn.functional.cross_entropy(outputs, masks, ignore_index=255).item()
     shares = [nn.functional.cross_entropy(outputs[rank::2], masks[rank::2], ignore_index=255) for rank in (0, 1)]
     assert abs(sum(shares) / 2 - loss) > 1e-4  # so the test would see a mean of means
