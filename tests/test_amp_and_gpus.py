@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, block, changes, command, copy_script, result, run, saved_by
+from conftest import ROOT, SCRIPTS, SMALL_NET, block, changes, command, copy_script, result, run, saved_by
 
 from apex_amp_train import amp
 
@@ -41,7 +41,7 @@ def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows(tmp_
     say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
     overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if step == 1 else 1))")
     scale = ("GradScaler(args.device)", "GradScaler(args.device, init_scale=256)")
-    folder = copy_script(tmp_path / "copy", "apex_amp_train", ("fused=True)\n", say), overflow, scale)
+    folder = copy_script(tmp_path / "copy", "apex_amp_train", ("fused=True)\n", say), overflow, scale, SMALL_NET)
     finished = run(command("apex_amp_train", "--epochs", "1", "--clip-grad", "0.125", nproc=1, folder=folder))
     norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
     assert norms == [pytest.approx(0.125, rel=2e-3)] * 4, finished.stderr  # of five steps, the first is skipped

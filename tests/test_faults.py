@@ -47,7 +47,7 @@ def test_ctrl_c_or_a_killed_process_ends_all_and_spawn_listens_on_loopback(scrip
 
 def test_a_second_run_on_a_checkpoint_is_refused_until_the_first_has_ended(start, tmp_path):
     flags = ["--workers", "1", "--epochs", "1000", "--checkpoint", f"{tmp_path}/run.pt"]
-    arguments = command("ddp_launch_train", *flags)
+    arguments = command("ddp_launch_train", *flags, nproc=1)
     process, log = start(arguments, "epoch 1 train_loss")
     pids = processes_of(process.pid)
     os.kill(pids[0], signal.SIGKILL)  # torchrun; its processes train on
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, tmp_path):
     assert module.load_checkpoint(args)["flags"]["workers"] == 9
     if script == "ddp_launch_train":  # torchrun shows the sentence and no traceback
         shutil.copy(tmp_path / "cut", tmp_path / "copy")  # this process has locked the others
-        finished = run(command(script, "--checkpoint", str(tmp_path / "copy")))
+        finished = run(command(script, "--checkpoint", str(tmp_path / "copy"), nproc=1))
         assert finished.returncode != 0 and finished.stderr.count("cannot read") == 1
         assert 'ddp_launch_train.py", line' not in finished.stderr and "terminate called" not in finished.stderr
 

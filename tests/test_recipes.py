@@ -27,9 +27,9 @@ def replace_functions(*codes):
     return LAST_LINES, "\n".join(["", *codes, LAST_LINES])
 
 
-def run_shown(name, folder, *flags):
-    """Run a command of RECIPES.md with two processes on the CPU, and the flags of all tests."""
-    line = " ".join([block(name).strip().replace("per-node=gpu", "per-node=2"), *SMALL, *flags])
+def run_shown(name, folder, nproc=2):
+    """Run a command of RECIPES.md on the CPU, with the flags of all tests."""
+    line = " ".join([block(name).strip().replace("per-node=gpu", f"per-node={nproc}"), *SMALL])
     return run(["bash", "-c", line], cwd=folder, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
 
 
@@ -280,7 +280,7 @@ def test_a_language_model_learns_and_continues_a_prompt_that_is_shorter_than_its
     folder = copy_script(tmp_path, "ddp_launch_train", replace_functions(code))
     (folder / "data").mkdir()
     (folder / "data" / "input.txt").write_bytes(b"abcdefgh" * 400)
-    assert result(run_shown("train on a text", folder))["val_accuracy"] > 0.95
+    assert result(run_shown("train on a text", folder, nproc=1))["val_accuracy"] > 0.95
     (folder / "generate.py").write_text(block("generate").replace('b"The "', 'b"de"'))
     said = run([sys.executable, "generate.py"], cwd=folder)
     text = said.stdout.strip()
@@ -308,7 +308,7 @@ def test_accumulated_gradients_train_like_one_large_batch(tmp_path):
 def test_a_profile_of_a_copied_script(tmp_path):
     folder = copy_script(tmp_path / "copy", "ddp_launch_train")
     shutil.copy(ROOT / "results" / "profile_step.py", folder)
-    assert result(run_shown("profile", folder))
+    assert result(run_shown("profile", folder, nproc=1))
     trace = (folder / "trace.json").read_text()
     assert "ProfilerStep#" in trace and "gloo:all_reduce" in trace
 
