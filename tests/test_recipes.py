@@ -161,16 +161,17 @@ def test_the_best_weights_give_the_metrics_of_the_run_again(runs):
     assert found["best"] == pytest.approx(max(top5), abs=1e-4)
     code = f"""
 {block("best weights")}
-{block("evaluation")}
+_, val_set = script.load_data(args)
 images = torch.stack([torch.from_numpy(image) for image, _ in val_set])
 {block("inference")}
 labels = torch.tensor(val_set.targets, device=device)
 top5 = (scores.topk(5).indices == labels[:, None]).any(1)
 print((classes == labels).double().mean().item(), top5.double().mean().item())
+{block("evaluation")}
 """
     (unbroken / "evaluate.py").write_text(code)
     said = run([sys.executable, "evaluate.py"], cwd=unbroken)
-    evaluated, inferred = said.stdout.splitlines()
+    inferred, evaluated = said.stdout.splitlines()
     assert eval(evaluated)["val_top5"] == pytest.approx(found["best"]), said.stderr
     accuracy, of_best = map(float, inferred.split())
     assert of_best == pytest.approx(found["best"]) and accuracy == pytest.approx(eval(evaluated)["val_accuracy"])
