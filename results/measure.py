@@ -23,13 +23,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
 VISIBLE = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(8)))).split(",")
-WITHOUT_TORCHRUN = "dp_train.py", "ddp_spawn_train.py", "results/dataparallel_train.py"
+WITHOUT_TORCHRUN = "dp_train.py", "ddp_spawn_train.py", "results/dataparallel_train.py", "results/ceiling.py"
 
 # Part, GPUs, command. n is the number of GPUs, 512n is 512 * n; [a|b] stands for two commands, with a and with b.
 COMMANDS = """
 batches   n  ddp_launch_train.py --batch-size [64n|128n|256n] --epochs 3 [|--compile]
 peers     n  ddp_launch_train.py --batch-size 512n --epochs 3 [|--compile]
 peers     n  results/peers.py [lightning|accelerate] --batch-size 512n --epochs 3 --workers 14
+ceiling   1  results/ceiling.py --epochs 3 [|--compile]
 dp        n  results/dataparallel_train.py --batch-size 512n --epochs 2
 accuracy  [n|1]  ddp_launch_train.py --compile --seed [21|22|23]
 """
