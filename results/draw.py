@@ -2,8 +2,9 @@
 
     python results/draw.py [SERIES]    # needs matplotlib
 
-The speed of a run is that of its last epoch. Runs are of one kind if script, flags, GPUs and versions are equal,
-apart from --epochs, --seed and --checkpoint. Without SERIES, the runs that measure the accuracy are left out.
+The speed of a run is that of its last epoch. Runs are of one kind if script, flags, number of GPUs, hardware and
+versions are equal, apart from --epochs, --seed and --checkpoint. Without SERIES, the runs that measure the
+accuracy are left out.
 """
 
 import csv
@@ -16,14 +17,15 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def kind_of(row):
-    """Return (script, flags with important defaults, GPUs, versions) of a row."""
+    """Return (script, flags with important defaults, number of GPUs, hardware, versions) of a row."""
     script = row["command"].partition(" --")[0]
     flags = {"--batch-size": str(512 * max(1, int(row["gpus"])))} if "_train.py" in script else {}
     if script.startswith("apex_amp_train.py"):
         flags |= {"--backend": "torch", "--opt-level": "O1"}
     flags |= dict(re.findall(r"(--[a-z-]+) ?((?!--)\S*)", row["command"]))
     same = sorted(flags.keys() - {"--epochs", "--seed", "--checkpoint"})
-    return script, " ".join(f"{name} {flags[name]}".strip() for name in same), row["gpus"], row["versions"]
+    flags = " ".join(f"{name} {flags[name]}".strip() for name in same)
+    return script, flags, row["gpus"], row["hardware"], row["versions"]
 
 
 def speeds(series=None):
@@ -38,7 +40,7 @@ def speeds(series=None):
 
 
 def draw(kinds):
-    """Draw images/s over images per GPU, with and without --compile, on two GPUs."""
+    """Draw images/s over images per GPU, with and without --compile, on two H200s."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("svg")
@@ -47,9 +49,9 @@ def draw(kinds):
     sizes = set()
     for compile, label in (" --compile", "with --compile"), ("", "without --compile"):
         points = []
-        for (script, flags, gpus, _), found in kinds.items():
+        for (script, flags, gpus, hardware, _), found in kinds.items():
             images = re.fullmatch(rf"--batch-size (\d+){compile}", flags)
-            if (script, gpus) == ("ddp_launch_train.py", "2") and images:
+            if (script, gpus, hardware) == ("ddp_launch_train.py", "2", "2 x NVIDIA H200") and images:
                 points.append((int(images[1]) // 2, statistics.median(found)))
         sizes |= {images for images, _ in points}
         axis.plot(*zip(*sorted(points)), marker="o", label=label)
@@ -65,7 +67,7 @@ def draw(kinds):
 
 
 if __name__ == "__main__":
-    for (script, flags, gpus, versions), found in sorted(speeds(*sys.argv[1:]).items()):
+    for (script, flags, gpus, hardware, versions), found in sorted(speeds(*sys.argv[1:]).items()):
         middle = f"{statistics.median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f}, {len(found)} runs)"
-        print(f"{middle}: {script} {flags}, GPUs: {gpus}, {versions}")
+        print(f"{middle}: {script} {flags}, {gpus} of {hardware}, {versions}")
     draw(speeds())

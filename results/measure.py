@@ -30,7 +30,9 @@ COMMANDS = """
 batches   n  ddp_launch_train.py --batch-size [64n|128n|256n] --epochs 3 [|--compile]
 peers     n  ddp_launch_train.py --batch-size 512n --epochs 3 [|--compile]
 peers     n  results/peers.py [lightning|accelerate] --batch-size 512n --epochs 3 --workers 14
-ceiling   1  results/ceiling.py --epochs 3 [|--compile]
+ceiling   1  [results/ceiling.py|dp_train.py] --epochs 3 [|--compile]
+apex      n  ddp_launch_train.py --epochs 3
+apex      n  apex_amp_train.py --backend apex --opt-level [O1|O2] --epochs 3
 dp        n  results/dataparallel_train.py --batch-size 512n --epochs 2
 accuracy  [n|1]  ddp_launch_train.py --compile --seed [21|22|23]
 """
