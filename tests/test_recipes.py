@@ -13,7 +13,7 @@ from conftest import FLOAT64, ROOT, SCRIPTS, SMALL, block, changes, command, cop
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import common
 
@@ -38,6 +38,8 @@ def run_shown(name, folder, nproc=2):
     [
         ("seeded epochs", WITH_DDP),
         ("metric", SCRIPTS),
+        ("class weights", SCRIPTS),
+        ("weighted sampling", WITH_DDP),
         ("accumulation", WITH_DDP[:2]),
         ("tensorboard", WITH_DDP),
         ("apex ddp", WITH_DDP[2:]),
@@ -177,7 +179,7 @@ print((classes == labels).double().mean().item(), top5.double().mean().item())
     assert of_best == pytest.approx(found["best"]) and accuracy == pytest.approx(eval(evaluated)["val_accuracy"])
 
 
-# ------------------------------------------------------------ Segmentation and texts
+# ------------------------------------------------------------ Labels that do not count
 
 SEGMENTATION = "nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1)).double()"
 
@@ -270,6 +272,45 @@ def test_the_same_functions_take_padded_texts_and_a_batch_without_any_label_that
     assert sums[1:].sum() == 3 and scope["metrics_from"](sums)["val_mean_iou"] == 1
     expected = nn.functional.cross_entropy(texts, labels, ignore_index=255).item()
     assert scope["metrics_from"](sums)["val_loss"].item() == pytest.approx(expected)
+
+
+# ------------------------------------------------------------ Unbalanced classes
+
+
+def test_weighted_classes_train_alike_on_1_and_3_processes(tmp_path):
+    recipe = changes(block("class weights"))
+    double = ("0.5, 0.5])", "0.5, 0.5]).double()")
+    folder = copy_script(tmp_path / "copy", "ddp_launch_train", *recipe, *FLOAT64, double)
+    weights, losses = [], []
+    for nproc in 1, 3:
+        flags = ["--limit", "59", "--checkpoint", f"{tmp_path}/{nproc}.pt"]
+        losses.append(result(run(command("ddp_launch_train", *flags, nproc=nproc, folder=folder)))["val_loss"])
+        weights.append(torch.load(tmp_path / f"{nproc}.pt", weights_only=True)["net"])
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_processes_share_one_draw_in_which_all_classes_are_equally_frequent(tmp_path):
+    scope = dict(torch=torch, DistributedSampler=DistributedSampler)
+    exec(block("weighted sampler"), scope)
+    labels = torch.tensor([0] * 900 + [1] * 100 + [2])
+    weights = 1 / labels.bincount()[labels]
+    draws = {}
+    for epoch, world_size in (1, 1), (1, 3), (2, 3):
+        make = scope["WeightedSampler"]
+        samplers = [make(weights, world_size, rank, drop_last=True) for rank in range(world_size)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        draws[epoch, world_size] = [index for indices in zip(*samplers) for index in indices]
+        assert {len(sampler) for sampler in samplers} == {len(list(sampler)) for sampler in samplers}
+    assert draws[1, 3] == draws[1, 1][:999] and draws[2, 3] != draws[1, 3]
+    assert all(270 < count < 400 for count in labels[draws[1, 3]].bincount().tolist())
+    recipe = replace_functions(block("weighted sampler")), *changes(block("weighted sampling"))
+    folder = copy_script(tmp_path / "copy", "ddp_launch_train", *recipe)
+    assert result(run(command("ddp_launch_train", folder=folder)))["world_size"] == 2
+
+
+# ------------------------------------------------------------ Texts
 
 
 def test_a_language_model_learns_and_continues_a_prompt_that_is_shorter_than_its_context(tmp_path):
