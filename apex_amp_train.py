@@ -209,8 +209,8 @@ def build_optimizer(args, net, total_steps):
 def compute_loss(args, model, batch, device, training):
     """Return the mean loss of a batch from the DataLoader, the outputs (n, classes) and the labels (n).
 
-    DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels. With
-    ignored labels or padding, see "Losses with unequal weights" in RECIPES.md. The processes may communicate here
+    DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels, of
+    equal weight. With class weights, ignored labels or padding, see RECIPES.md. The processes may communicate here
     while training. While validating, they must not: they may have unequal numbers of batches.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)

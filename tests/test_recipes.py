@@ -295,9 +295,8 @@ def test_processes_share_one_draw_in_which_all_classes_are_equally_frequent(tmp_
     exec(block("weighted sampler"), scope)
     labels = torch.tensor([0] * 900 + [1] * 100 + [2])
     weights = 1 / labels.bincount()[labels]
-    draws = {}
+    make, draws = scope["WeightedSampler"], {}
     for epoch, world_size in (1, 1), (1, 3), (2, 3):
-        make = scope["WeightedSampler"]
         samplers = [make(weights, world_size, rank, drop_last=True) for rank in range(world_size)]
         for sampler in samplers:
             sampler.set_epoch(epoch)
