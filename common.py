@@ -16,19 +16,19 @@ from torch.utils.data import TensorDataset
 from torchvision.datasets import CIFAR10
 
 
-def load_cifar10(data_dir, limit=None, synthetic=False):
+def load_cifar10(data_dir, synthetic=None):
     """Return CIFAR-10 as (training set, test set), each of uint8 images (n, 32, 32, 3) and int64 labels (n,).
 
     If it is not in `data_dir`, one process downloads it and the others wait. torchvision checks all files' md5.
-    `limit` keeps the first images of each set. `synthetic` generates images instead, coloured by class.
+    `synthetic`, a number, generates so many images for each set instead, coloured by class.
     """
     if synthetic:
         generator = torch.Generator().manual_seed(119)  # gives ten colours that differ clearly
         colours = torch.randint(256, (10, 1, 1, 3), dtype=torch.uint8, generator=generator)
         sets = []
-        for n in (limit or 50_000, limit or 10_000):
-            labels = torch.randint(10, (n,), generator=generator)
-            noise = torch.randint(256, (n, 32, 32, 3), dtype=torch.uint8, generator=generator)
+        for _ in range(2):
+            labels = torch.randint(10, (synthetic,), generator=generator)
+            noise = torch.randint(256, (synthetic, 32, 32, 3), dtype=torch.uint8, generator=generator)
             sets.append(TensorDataset(colours[labels] // 2 + noise // 2, labels))
         return sets
     try:
@@ -40,7 +40,7 @@ def load_cifar10(data_dir, limit=None, synthetic=False):
         except Exception as error:
             use = f"put {CIFAR10.filename} into {data_dir}, or use --synthetic"
             raise SystemExit(f"no data: {error}; {use}") from None
-    return [TensorDataset(torch.from_numpy(s.data[:limit]), torch.tensor(s.targets[:limit])) for s in splits]
+    return [TensorDataset(torch.from_numpy(s.data), torch.tensor(s.targets)) for s in splits]
 
 
 def prepare(images, size, pretrained=False, augment=False):
@@ -50,7 +50,7 @@ def prepare(images, size, pretrained=False, augment=False):
     border) and flips half of them.
     """
     images = shift_and_flip(images) if augment else images
-    mean, std = mean_and_std(pretrained, images.device)
+    mean, std = mean_and_std(bool(pretrained), images.device)
     images = (images.permute(0, 3, 1, 2) - mean) / std
     if size and images.shape[-2:] != (size, size):
         images = F.interpolate(images, (size, size), mode="bilinear", antialias=True)
@@ -66,6 +66,7 @@ def mean_and_std(pretrained, device):
 
 
 def shift_and_flip(images):
+    """Shift and flip each image of uint8 (n, height, width, 3) by random numbers of its own."""
     (n, height, width, _), device = images.shape, images.device
 
     def shifted(length):  # the positions (n, length) to read from, mirrored at the border: -1 becomes 1
@@ -77,19 +78,16 @@ def shift_and_flip(images):
     return images[torch.arange(n, device=device)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False, classes=10):
+def build_resnet(arch, image_size, pretrained=None, classes=10):
     """Return torchvision's ResNet `arch` with `classes` outputs, in channels_last memory format (faster on GPUs).
 
-    Images of up to 64 pixels get the ResNet paper's first layers for CIFAR-10 (https://arxiv.org/abs/1512.03385).
-    `pretrained` loads ImageNet weights. `freeze_backbone` freezes all layers but the last, BatchNorm included.
+    Without `pretrained`, images of up to 64 pixels get the ResNet paper's first layers for CIFAR-10
+    (https://arxiv.org/abs/1512.03385). `pretrained` loads ImageNet weights, to train "all" layers or the "last"
+    one, with all others frozen, BatchNorm included.
     """
-    if pretrained and image_size <= 64:
-        raise SystemExit("--pretrained needs --image-size 65 or more")
-    norm_layer = torchvision.ops.FrozenBatchNorm2d if freeze_backbone else nn.BatchNorm2d
-    # Two lines that make the first outputs small, so that the loss does not jump: all residual branches start at
-    # zero, and the last shortcut is scaled by 0.2. Five epochs (batch 1,024) reach 72% with and 31% without them.
+    norm_layer = torchvision.ops.FrozenBatchNorm2d if pretrained == "last" else nn.BatchNorm2d
+    # Residual branches that start at zero help large batches (https://arxiv.org/abs/1706.02677).
     net = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)
-    nn.init.constant_(net.layer4[0].downsample[1].weight, 0.2)
     if pretrained:
         url = torchvision.models.get_model_weights(arch).DEFAULT.url
         folder, name = f"{torch.hub.get_dir()}/checkpoints", os.path.basename(url)
@@ -100,21 +98,23 @@ def build_resnet(arch, image_size, pretrained=False, freeze_backbone=False, clas
             net.load_state_dict(torch.load(f"{folder}/{name}", map_location="cpu", weights_only=True))
         except Exception as error:
             raise SystemExit(f"no ImageNet weights: {error}; put {url} into {folder}") from None
-    if image_size <= 64:
+    elif image_size <= 64:
         net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         net.maxpool = nn.Identity()
-    net.requires_grad_(not freeze_backbone)
+    net.requires_grad_(pretrained != "last")
     net.fc = nn.Linear(net.fc.in_features, classes)
     return net.to(memory_format=torch.channels_last)
 
 
+builtin_print = builtins.print
+
+
 def setup_for_distributed(is_master):
     """Silence print() except in the main process; print(..., force=True) and print(..., file=f) always print."""
-    original = builtins.print
 
     def print(*args, sep=" ", end="\n", force=False, file=None, **kwargs):
         if is_master or force or file not in (None, sys.stdout):  # in one piece, so that lines do not mix
-            original(sep.join(map(str, args)) + end, end="", file=file, **kwargs)
+            builtin_print(sep.join(map(str, args)) + end, end="", file=file, **kwargs)
 
     builtins.print = print
 
