@@ -27,26 +27,27 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
     echo .venv/bin/python
 }
 
-# run NAME COMMAND...: run a script; keep what it prints in a log, and show it.
+# run NAME COMMAND...: run a script; keep the command and what it prints in a log, and show it.
 run() {
   local name=$1 log=$logs/$1.log
   shift
-  say '' "== $name (run $((${#rows[@]} + 1)) of $total): $*"
-  : >"$log"
-  tail -f "$log" | grep --line-buffered -v '^RESULT ' >&2 &
+  say '' "== $name (run $((${#rows[@]} + 1)) of $total)"
+  echo "$*" >"$log"
+  tail -n +1 -f "$log" | grep --line-buffered -v '^RESULT ' >&2 &
   "$@" >>"$log" 2>&1 # not through a pipe, which a process that does not end would keep open
   rows+=("$name=$?")
   sleep 0.2 # until the last lines are shown
 }
 
-# Print the table of the rows NAME=CODE from the RESULT lines in the logs. The first row is the baseline.
+# Print the table of the rows NAME=CODE from the RESULT lines in the logs. Speed-ups are relative to the first row,
+# those of compiled runs to one_process_compile.
 table() {
   "$python" - "$logs" "$@" <<'PY'
 import json, pathlib, sys
 
 logs, rows = pathlib.Path(sys.argv[1]), [row.split("=") for row in sys.argv[2:]]
 head = "script,GPUs,processes,s / 20 steps,images/s,speed-up,peak MiB,accuracy".split(",")
-lines, baseline, failed = [head, ["---"] + ["---:"] * 7], None, False
+lines, speeds, failed = [head, ["---"] + ["---:"] * 7], {}, False
 for name, code in rows:
     results = [line[7:] for line in open(logs / f"{name}.log") if line.startswith("RESULT ")]
     if code != "0" or not results:
@@ -54,8 +55,8 @@ for name, code in rows:
         failed = True
         continue
     result = json.loads(results[0])
-    speed = result["images_per_second"]
-    baseline = speed if name == rows[0][0] else baseline
+    speed = speeds[name] = result["images_per_second"]
+    baseline = speeds.get("one_process_compile" if name.endswith("_compile") else rows[0][0])
     lines.append([
         name, str(result["gpus"]), str(result["world_size"]), f"{20 * result['batch_size'] / speed:.3f}",
         f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "", str(result["peak_mib"]),
@@ -88,7 +89,7 @@ import sys, torch, apex_amp_train, common, dp_train
 args = dp_train.parse_args()
 if {"--checkpoint", "--precision"} & {word.partition("=")[0] for word in sys.argv}:
     sys.exit("run_all.sh does not take --checkpoint and --precision")
-gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+gpus = torch.cuda.device_count()
 name = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
 note = "" if gpus else "No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
 if gpus and not args.synthetic:
@@ -109,10 +110,9 @@ PY
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   if ((gpus)); then
     flags=(--epochs 5) # and by default 512 images per GPU
-    [[ $note ]] && flags+=(--synthetic)
+    [[ $note ]] && flags+=(--synthetic 50000)
   else
-    flags=(--device cpu --synthetic --arch resnet18 --image-size 4 --limit 144 --batch-size 16 --epochs 3 --lr 0.1)
-    flags+=(--workers 0)
+    flags=(--synthetic 144 --arch resnet18 --image-size 4 --batch-size 16 --epochs 3 --lr 0.1)
   fi
   say "$note"
   flags+=("$@")

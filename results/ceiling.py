@@ -17,21 +17,23 @@ import dp_train as script
 
 torch.backends.cudnn.benchmark = True
 args = script.parse_args()
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 args.batch_size = args.batch_size or 512
-steps = (args.limit or 50_000) // args.batch_size
-net = script.build_network(args).to(args.device).train()
-optimizer, scheduler = script.build_optimizer(args, net, args.epochs * steps)
+steps = (args.synthetic or 50_000) // args.batch_size
+net = script.build_network(args).to(device).train()
+optimizer = script.build_optimizer(args, net)
+scheduler = script.build_scheduler(args, optimizer, args.epochs * steps)
 model = torch.compile(net, mode="reduce-overhead") if args.compile else net
-images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=args.device)
+images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
 images = images.to(memory_format=torch.channels_last)
-labels = torch.randint(10, (args.batch_size,), device=args.device)
+labels = torch.randint(10, (args.batch_size,), device=device)
 loss = torch.zeros(())
 for epoch in range(1, args.epochs + 1):
     loss.item()  # waits for the GPU
     start = time.perf_counter()
     for _ in range(steps):
         optimizer.zero_grad()
-        with torch.autocast(args.device, torch.bfloat16, enabled=args.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             outputs = model(images)
         loss = F.cross_entropy(outputs.float(), labels)
         loss.backward()

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
 VISIBLE = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(8)))).split(",")
-WITHOUT_TORCHRUN = "dp_train.py", "ddp_spawn_train.py", "results/dataparallel_train.py", "results/ceiling.py"
+WITHOUT_TORCHRUN = "dp_train.py", "ddp_spawn_train.py", "results/ceiling.py"
 
 # Part, GPUs, command. n is the number of GPUs, 512n is 512 * n; [a|b] stands for two commands, with a and with b.
 COMMANDS = """
@@ -33,7 +33,6 @@ peers     n  results/peers.py [lightning|accelerate] --batch-size 512n --epochs 
 ceiling   1  [results/ceiling.py|dp_train.py] --epochs 3 [|--compile]
 apex      n  ddp_launch_train.py --epochs 3
 apex      n  apex_amp_train.py --backend apex --opt-level [O1|O2] --epochs 3
-dp        n  results/dataparallel_train.py --batch-size 512n --epochs 2
 accuracy  [n|1]  ddp_launch_train.py --compile --seed [21|22|23]
 """
 
@@ -58,16 +57,17 @@ def run(series, gpus, command):
     environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=",".join(VISIBLE[:gpus]))
     print("==", gpus, *command, flush=True)
     output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment)
-    lines = []
+    lines, times = [], []
     with subprocess.Popen([*start, *command], **output) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
+            times += [time.monotonic()] * ("epochs are done" in line or line.startswith("RESULT "))
     if process.returncode:
         return print("failed, exit code", process.returncode, *command, flush=True)
     hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if CUDA else "CPU"
     versions = f"PyTorch {torch.__version__}, Python {sys.version.split()[0]}"
-    return row_of(series, gpus if CUDA else 0, hardware, versions, command, lines)
+    return row_of(series, gpus if CUDA else 0, hardware, versions, command, lines, times and times[-1] - times[0])
 
 
 def rows_of_logs(folder):
@@ -75,18 +75,15 @@ def rows_of_logs(folder):
     machine = (folder / "table.md").read_text().splitlines()[0]
     hardware, versions = re.search(r", ([^,]+), (PyTorch .*)", machine).groups()
     for log in sorted(folder.glob("*.log")):
-        lines = log.read_text().splitlines()
+        first, *lines = log.read_text().splitlines()
+        command = re.search(r"\w+_train\.py.*", first)[0].split()
         for result in (json.loads(line[7:]) for line in lines if line.startswith("RESULT ")):
-            command = [result["script"]]
-            if "backend" in result:
-                command += ["--backend", result["backend"], "--opt-level", result["opt_level"]]
-            command += ["--batch-size", str(result["batch_size"]), "--epochs", str(result["epochs"])]
-            command += ["--compile"] * result["compile"]
+            command += ["--batch-size", str(result["batch_size"])]
             yield row_of("run_all", result["gpus"], hardware, versions, command, lines)
 
 
-def row_of(series, gpus, hardware, versions, command, lines):
-    """Return the row of a run from the lines that it printed."""
+def row_of(series, gpus, hardware, versions, command, lines, seconds=None):
+    """Return the row of a run from the lines that it printed. `seconds` is the time of all epochs."""
     speed = re.compile(r"epoch .*images_per_second (\S+)")
     speeds = [found[1] for line in lines if (found := speed.match(line))]
     results = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
@@ -107,7 +104,7 @@ def row_of(series, gpus, hardware, versions, command, lines):
         images_per_second=" ".join(speeds),
         val_accuracy=result.get("val_accuracy", ""),
         val_loss=f"{result['val_loss']:.6g}" if result else "",
-        seconds=f"{result['seconds']:.1f}" if result else "",
+        seconds=f"{seconds:.1f}" if seconds else "",
         peak_mib=result.get("peak_mib", ""),
     )
 

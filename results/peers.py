@@ -18,9 +18,11 @@ from torchvision import datasets, transforms
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import ddp_launch_train as script
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def print_speed(args, epoch, steps, start):
-    if args.device == "cuda":
+    if DEVICE == "cuda":
         torch.cuda.synchronize()
     if os.environ["RANK"] == "0":
         speed = steps * args.batch_size / (time.perf_counter() - start)
@@ -30,10 +32,11 @@ def print_speed(args, epoch, steps, start):
 def train_by_accelerate(args, loader, total_steps):
     from accelerate import Accelerator
 
-    options = dict(cpu=args.device == "cpu", step_scheduler_with_optimizer=False)
+    options = dict(cpu=DEVICE == "cpu", step_scheduler_with_optimizer=False)
     accelerator = Accelerator(mixed_precision="bf16", **options)
     net = script.build_network(args)
-    optimizer, scheduler = script.build_optimizer(args, net, total_steps)
+    optimizer = script.build_optimizer(args, net)
+    scheduler = script.build_scheduler(args, optimizer, total_steps)
     net, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, scheduler, loader)
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
@@ -59,7 +62,8 @@ def train_by_lightning(args, loader, total_steps):
             return F.cross_entropy(self.net(images.to(memory_format=torch.channels_last)), labels)
 
         def configure_optimizers(self):
-            optimizer, scheduler = script.build_optimizer(args, self.net, total_steps)
+            optimizer = script.build_optimizer(args, self.net)
+            scheduler = script.build_scheduler(args, optimizer, total_steps)
             return dict(optimizer=optimizer, lr_scheduler=dict(scheduler=scheduler, interval="step"))
 
         def on_train_epoch_start(self):
@@ -68,7 +72,7 @@ def train_by_lightning(args, loader, total_steps):
         def on_train_epoch_end(self):
             print_speed(args, self.current_epoch + 1, self.trainer.num_training_batches, self.start)
 
-    devices = dict(accelerator=args.device, devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    devices = dict(accelerator=DEVICE, devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer = lightning.Trainer(precision="bf16-mixed", max_epochs=args.epochs, **devices, **quiet)
     trainer.fit(Module(), loader)
@@ -82,7 +86,7 @@ def main():
     transform = transforms.Compose([*augment, transforms.ToTensor(), normalize])
     processes = int(os.environ["WORLD_SIZE"])
     data = datasets.CIFAR10(args.data_dir, transform=transform)
-    loading = dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=args.device == "cuda")
+    loading = dict(num_workers=args.workers, persistent_workers=args.workers > 0, pin_memory=DEVICE == "cuda")
     # Lightning and accelerate give each process its share of this loader.
     loader = DataLoader(data, args.batch_size // processes, shuffle=True, drop_last=True, **loading)
     train = train_by_lightning if sys.argv[1] == "lightning" else train_by_accelerate

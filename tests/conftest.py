@@ -15,16 +15,20 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
+GPUS = torch.cuda.device_count()
+ALL_GPUS = dict(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, unless a test passes ALL_GPUS to run()
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
 os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # no test downloads anything
 
 SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
-SMALL = "--device cpu --synthetic --arch resnet18 --image-size 4 --limit 61 --batch-size 12 --lr 0.02".split()
-SMALL += "--epochs 2 --workers 0 --log-every 1".split()  # 5 steps in an epoch: a smaller last batch is dropped
+SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()
+# 5 steps in an epoch: a smaller last batch is dropped.
 
-
+# Changes for copy_script. To print the loss of each step:
+EACH_STEP = ("if step % 20 == 0:", "if True:")
 # A network in float64 without BatchNorm, and no augmentation: then the number of processes changes rounding only.
-RESNET = "common.build_resnet(args.arch, args.image_size, args.pretrained, args.freeze_backbone)"
+RESNET = "common.build_resnet(args.arch, args.image_size, args.pretrained)"
 FLOAT64 = [
     (RESNET, "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 10)).double()"),
     ("args.pretrained, augment=training)", "args.pretrained).double()"),
