@@ -112,10 +112,10 @@ def start(tmp_path):
     """Return a function that starts a command, waits for a line of its output, and returns process and log."""
     started = []
 
-    def start_and_wait(arguments, pattern, cwd=None):
+    def start_and_wait(arguments, pattern, cwd=None, **env):
         log = tmp_path / f"run{len(started)}.log"
         output = dict(stdout=log.open("w"), stderr=subprocess.STDOUT)
-        process = subprocess.Popen(arguments, cwd=cwd, **output, start_new_session=True)
+        process = subprocess.Popen(arguments, cwd=cwd, env=os.environ | env, **output, start_new_session=True)
         started.append(process)
         while not re.search(pattern, log.read_text()):
             assert process.poll() is None, log.read_text()

@@ -32,19 +32,23 @@ def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: os.path.isfile(path))
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", download)
     threads = ThreadPoolExecutor(4)  # they wait for a file's lock like processes
-    for train, test in threads.map(common.load_cifar10, [tmp_path] * 4, [30] * 4):
-        assert train.tensors[1].tolist() == labels + labels[:10] and test.tensors[1].tolist() == labels
+    for train, test in threads.map(common.load_cifar10, [tmp_path] * 4):
+        assert train.tensors[1].tolist() == labels * 5 and test.tensors[1].tolist() == labels
     assert len(downloads) == 1
 
 
-def test_pretrained_weights_are_loaded_and_a_frozen_backbone_trains_the_last_layer_alone(tmp_path, monkeypatch):
+def test_pretrained_weights_are_loaded_to_train_all_layers_or_the_last_one(tmp_path, monkeypatch):
     source = torchvision.models.resnet18().state_dict()
     (tmp_path / "checkpoints").mkdir()
     torch.save(source, tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
-    net = common.build_resnet("resnet18", 65, pretrained=True, freeze_backbone=True, classes=12)
-    assert torch.equal(net.layer4[1].conv2.weight, source["layer4.1.conv2.weight"])
-    assert {weight.shape[0] for weight in net.parameters() if weight.requires_grad} == {12}
+    for pretrained, layers, statistics in ("all", 62, True), ("last", 2, False):
+        net = common.build_resnet("resnet18", 32, pretrained, classes=12).train()
+        assert torch.equal(net.conv1.weight, source["conv1.weight"]) and net.fc.weight.shape[0] == 12
+        assert sum(weight.requires_grad for weight in net.parameters()) == layers and net.fc.weight.requires_grad
+        before = net.bn1.running_mean.clone()
+        net(torch.randn(4, 3, 32, 32))
+        assert torch.equal(net.bn1.running_mean, before) != statistics  # frozen BatchNorm keeps its statistics
 
 
 def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():
@@ -65,7 +69,8 @@ def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():
 
 def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
     monkeypatch.setattr("builtins.print", print)  # put back at the end
-    common.setup_for_distributed(is_master=False)
+    common.setup_for_distributed(is_master=True)
+    common.setup_for_distributed(is_master=False)  # also after another call
     print("silent")
     print("silent", file=sys.stdout)
     print("forced", "too", sep=", ", force=True)
