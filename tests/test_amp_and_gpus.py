@@ -46,6 +46,7 @@ def test_apex_scales_clips_and_steps_and_resumes_like_an_unbroken_run(tmp_path):
     finished, unbroken, resumed = run_and_resume(tmp_path, flags, on_cpu, PYTHONPATH=path)
     assert "epoch 1 loss scale 128" in finished.stdout and "overridden" not in finished.stderr
     assert re.findall("APEX (.*)", finished.stdout)[:6] == ["scale_loss", "master_params", "step"] * 2
+    assert torch.load(resumed / "run.pt", weights_only=True)["amp"]["scale"]["loss_scaler0"]["loss_scale"] == 128
     assert saved_by(resumed) == saved_by(unbroken)
 
 

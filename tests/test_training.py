@@ -161,6 +161,7 @@ def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_ne
     network = "        val_sums = validate("
     total = "sum(value.double().sum().item() for value in net.state_dict().values())"
     state = f"        print('STATE', epoch, {total}, force=True)\n"
+    state += "        print('VALIDATES', len(val_loader.dataset), force=True)\n"
     folder = copy_script(tmp_path / "copy", "ddp_spawn_train", (epoch, epoch + order), (network, state + network))
     finished = run(command("ddp_spawn_train", folder=folder))
     assert result(finished)
@@ -172,6 +173,7 @@ def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_ne
     assert images[0] != images[2] and len(images[0]) == 30
     states = re.findall(r"STATE (.*)", finished.stdout)
     assert len(states) == 4 and len(set(states)) == 2  # one in each epoch
+    assert sum(map(int, re.findall(r"VALIDATES (\d+)", finished.stdout))) == 2 * 61  # each image once an epoch
 
 
 @pytest.mark.parametrize(
