@@ -51,7 +51,7 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
 
-    # Download before the processes connect. Later, a process waits at most ten minutes for the others.
+    # Download before the processes connect. Later, a process waits for the others ten minutes at most (gloo: 30).
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
     net = build_network(args)
@@ -69,7 +69,7 @@ def main(args):
     options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_share, **options)
-    steps = args.steps = len(train_loader)  # of an epoch; a resumed run must have equally many
+    steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
 
     net = net.to(device)
     if args.sync_bn:
@@ -133,11 +133,11 @@ def main(args):
                 value, seconds = loss.item(), time.perf_counter() - start  # .item() waits for the GPU
                 print(f"epoch {epoch} step {step}/{steps} loss {value:.4g} (rank 0) {seconds:.1f} s", flush=True)
         dist.all_reduce(loss_sum, op=dist.ReduceOp.SUM)  # over all processes
-        train_loss = loss_sum.item() / steps / world_size
+        train_loss = loss_sum.item() / steps / world_size  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
         # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Use `net`: `ddp_net` may
-        # communicate, and hangs if the processes have unequal numbers of batches. BatchNorm's statistics differ
+        # communicate, and would hang if processes had unequal numbers of batches. BatchNorm's statistics differ
         # between the processes: take those of rank 0, so that all validate the same network, which is saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)

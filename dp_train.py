@@ -35,7 +35,7 @@ def main(args):
     options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     val_loader = DataLoader(val_set, **options)
-    steps = args.steps = len(train_loader)  # of an epoch; a resumed run must have equally many
+    steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
 
     # [DP 1/3] Put the network on GPU 0: DataParallel copies it from there.
     net = build_network(args).to(device)
@@ -69,7 +69,7 @@ def main(args):
             if step % 20 == 0:
                 value, seconds = loss.item(), time.perf_counter() - start  # .item() waits for the GPU
                 print(f"epoch {epoch} step {step}/{steps} loss {value:.4g} {seconds:.1f} s", flush=True)
-        train_loss = loss_sum.item() / steps
+        train_loss = loss_sum.item() / steps  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
         val_sums = validate(args, net, val_loader, device)
