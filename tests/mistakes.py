@@ -1,4 +1,4 @@
-"""Each function makes one mistake of those that raise no error, and sees what happens.
+"""Each function makes a mistake that raises no error, and sees what happens. Its docstring is README's row.
 
     torchrun --standalone --nproc-per-node=2 tests/mistakes.py FOLDER
 
@@ -99,6 +99,7 @@ def ddp_averages_gradients_as_one_could_by_hand():
 
 
 def the_network_is_trained_not_the_wrapped_one():
+    """training with `net(images)`"""
     net = make_net()
     ddp_net = DDP(net)
     assert not equal(train(net, net))
@@ -108,6 +109,7 @@ def the_network_is_trained_not_the_wrapped_one():
 
 
 def the_wrapped_network_is_not_kept():
+    """`DDP(net)(images)` in the loop"""
     net = make_net()
     assert not equal(train(net, lambda images: DDP(net)(images)))
 
@@ -125,6 +127,7 @@ class WithMethods(nn.Module):
 
 
 def a_method_other_than_forward():
+    """`ddp_net.module.method(images)`"""
     net = WithMethods()
     assert not equal(train(net, DDP(net).module.scores))
     net = WithMethods()
@@ -133,6 +136,7 @@ def a_method_other_than_forward():
 
 
 def weights_outside_of_the_network():
+    """weights outside of `net`, such as a loss's centres"""
     net, centres = make_net(), nn.Parameter(torch.ones(4, dtype=torch.float64))
     ddp_net = DDP(net)
     (ddp_net(mine(IMAGES)) * centres).square().mean().backward()
@@ -140,6 +144,7 @@ def weights_outside_of_the_network():
 
 
 def a_layer_unfrozen_after_wrapping():
+    """layers unfrozen after step 5"""
     net = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), make_net())
     net[0].requires_grad_(False)
     ddp_net = DDP(net)
@@ -149,11 +154,46 @@ def a_layer_unfrozen_after_wrapping():
 
 
 def batch_norm_sees_its_share():
+    """BatchNorm"""
     assert gradient_error(mean_loss, mean_loss, nn.Sequential(nn.BatchNorm1d(6).double(), make_net())) > 1e-3
     assert gradient_error(mean_loss, mean_loss, nn.Sequential(nn.LayerNorm(6).double(), make_net())) < 1e-14
 
 
+class Codebook(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = make_net()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, images):
+        self.mean += images.detach().mean(0)
+        return self.layer(images + self.mean)
+
+
+def buffers_that_forward_updates():
+    """buffers of your own, such as a codebook"""
+    net = Codebook()
+    ddp_net = DDP(net)
+    for _ in range(2):
+        mean_loss(ddp_net, mine(IMAGES), mine(LABELS)).backward()
+    assert not equal(of_all(net.mean))
+    first, second = mine(IMAGES).mean(0), of_all(mine(IMAGES).mean(0))[0]
+    torch.testing.assert_close(net.mean, second + first)  # of rank 0's first batch and one's own second one
+
+
+def averages_of_weights_are_not_saved():
+    """an average of weights (EMA)"""
+    net = make_net()
+    ema = AveragedModel(net)
+    for _ in range(3):
+        train(net, net, steps=1)
+        ema.update_parameters(net)
+    resumed = AveragedModel(net)  # of the weights that a checkpoint has
+    assert not torch.allclose(flat(ema.module), flat(resumed.module))
+
+
 def averages_of_weights_have_batch_norm_statistics_of_one_rank():
+    """an EMA with BatchNorm"""
     net = nn.BatchNorm1d(6).double()
     ema, ddp_net = AveragedModel(net, use_buffers=True), DDP(net, broadcast_buffers=False)
     ddp_net(mine(IMAGES)).sum().backward()
@@ -173,6 +213,7 @@ def contrast(net, images, labels):
 
 
 def a_loss_over_the_whole_batch():
+    """a loss that compares images with each other"""
     assert gradient_error(contrast, contrast) > 1e-2
 
 
@@ -180,6 +221,9 @@ WEIGHTS = torch.tensor([1, 2, 5, 1], dtype=torch.float64)
 
 
 def unequal_divisors():
+    """class weights
+    ignored labels, padding, a mean over boxes
+    """
     def weighted(net, images, labels):
         return cross_entropy(net(images), labels, WEIGHTS)
 
@@ -199,6 +243,7 @@ def unequal_divisors():
 
 
 def an_incomplete_last_group():
+    """accumulation whose last group is incomplete"""
     net = make_net()
     ddp_net, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.5)
     batches = list(zip(mine(IMAGES).split(2), mine(LABELS).split(2)))
@@ -222,11 +267,13 @@ SCORES, CLASSES = torch.tensor([0.1, 0.9, 0.4, 0.8, 0.35, 0.7, 0.2, 0.3]), torch
 
 
 def a_metric_that_is_no_sum():
+    """AUC, F1 or mAP averaged over ranks"""
     averaged = sum(of_all(binary_auroc(mine(SCORES), mine(CLASSES)).item())) / dist.get_world_size()
     assert abs(averaged - binary_auroc(SCORES, CLASSES).item()) > 0.01
 
 
 def torchmetrics_and_an_all_reduce():
+    """all_reduce of a torchmetrics result"""
     metric = BinaryAUROC()
     metric.update(mine(SCORES), mine(CLASSES))
     value = metric.compute()
@@ -235,21 +282,19 @@ def torchmetrics_and_an_all_reduce():
     assert value == dist.get_world_size() * binary_auroc(SCORES, CLASSES)
 
 
-def results_without_all_reduce():
-    correct = (mine(CLASSES) == 1).sum()
-    values = of_all((mine(SCORES)[mine(CLASSES) == 1] > 0.5).sum().item() / correct.item())
-    assert values[0] != values[1]
-
-
 def decisions_by_ones_own_loss():
+    """`ReduceLROnPlateau` or early stopping by a rank's own loss"""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    for loss in ([3, 2, 1], [3, 4, 1])[dist.get_rank()]:
+    losses = ([3, 2, 1], [3, 4, 1])[dist.get_rank()]
+    for loss in losses:
         scheduler.step(loss)
     assert of_all(optimizer.param_groups[0]["lr"]) == [1.0, 0.1]
+    assert of_all(losses[1] > losses[0]) == [False, True]  # rank 1 would stop
 
 
 def a_schedule_for_the_old_number_of_steps():
+    """a schedule for the old number of steps"""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)  # the steps on one GPU
     for _ in range(100 // dist.get_world_size()):
@@ -262,6 +307,9 @@ def a_schedule_for_the_old_number_of_steps():
 
 
 def no_sampler_or_the_weighted_one():
+    """no sampler
+    `WeightedRandomSampler`
+    """
     torch.manual_seed(1)
     split = DataLoader(range(12), 2, sampler=mine(range(12)))
     assert len(DataLoader(range(12), 2, shuffle=True)) == 2 * len(split)
@@ -270,6 +318,7 @@ def no_sampler_or_the_weighted_one():
 
 
 def no_set_epoch():
+    """no `set_epoch`"""
     sampler = DistributedSampler(range(12), seed=21)
     first = list(sampler)
     assert list(sampler) == first
@@ -278,11 +327,13 @@ def no_set_epoch():
 
 
 def distributed_sampler_validates():
+    """`DistributedSampler` for validation"""
     indices = sum(of_all(list(DistributedSampler(range(11), shuffle=False))), [])
     assert len(indices) == 12 and set(indices) == set(range(11))  # image 0 counts twice
 
 
 def one_seed_for_all_ranks():
+    """`random` and NumPy not seeded by rank"""
     torch.manual_seed(21), random.seed(21), np.random.seed(21)
     draws = of_all([torch.rand(1).item(), random.random(), np.random.rand()])
     assert draws[0] == draws[1]
@@ -292,6 +343,7 @@ def one_seed_for_all_ranks():
 
 
 def seeds_that_collide():
+    """the seed `21 + rank + epoch`"""
     rank, draws, mixed = dist.get_rank(), [], []
     for epoch in 0, 1:
         draws.append(torch.rand(1, generator=torch.Generator().manual_seed(21 + rank + epoch)).item())
@@ -312,6 +364,7 @@ class Noise(Dataset):
 
 
 def persistent_workers():
+    """`persistent_workers=True`"""
     def epochs(**options):
         """Return the items of epoch 2 after epoch 1, and of epoch 2 alone, as after a resume."""
         found = []
@@ -345,7 +398,15 @@ class Members(Dataset):
         return index, int(self.archive.extractfile(str(index)).read()[:9])
 
 
+def masks_paired_by_their_order():
+    """images and masks, each sorted"""
+    images, masks = ["1.jpg", "2.jpg", "3.jpg"], ["1.png", "3.png", "4.png"]
+    pairs = [(image[0], mask[0]) for image, mask in zip(sorted(images), sorted(masks))]
+    assert pairs == [("1", "1"), ("2", "3"), ("3", "4")]
+
+
 def files_opened_in_init():
+    """files opened in `__init__`"""
     if dist.get_rank() > 0:
         return
     with tarfile.open(FOLDER / "files.tar", "w") as archive:

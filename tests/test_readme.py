@@ -63,9 +63,12 @@ ON_THE_CPU = {
     '"nccl"': '"gloo"',
     ", device_id=device": "",
     "torch.cuda.device_count()": "2",
-    "models.resnet18(num_classes=10)": NET,
+    "models.resnet50(num_classes=10)": NET,
+    "    net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images\n": "",
+    "    net.maxpool = nn.Identity()\n": "",
+    "lr=1e-3": "lr=1e-2",
     "num_workers=8": "num_workers=0",
-    "batch_size=256": "batch_size=40",
+    "batch_size=512": "batch_size=40",
     "range(10)": "range(4)",
 }
 
@@ -77,17 +80,29 @@ def write(program, path):
     path.write_text(program)
 
 
+def program_of_the_diff(sign, *edits):
+    """Return README's program before the diff ("-") or after it ("+"), with some edits (old text, new text)."""
+    program = "".join(re.findall(rf"(?m)^[ {sign}](.*\n)", block("from one GPU")))
+    for old, new in edits:
+        assert program.count(old) == 1, old
+        program = program.replace(old, new)
+    return program
+
+
+def after(line, name):
+    """Return an edit that inserts a block of README after a line."""
+    return line, line + textwrap.indent(block(name), re.match(" *", line)[0])
+
+
 @pytest.mark.parametrize("nproc", [0, 1, 3])
 def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
-    sign, launcher = "-", [sys.executable]
     if nproc:
-        sign, launcher = "+", [*command("ddp_launch_train", nproc=nproc)[:5]]
-    program = "".join(re.findall(rf"(?m)^[ {sign}](.*\n)", block("from one GPU")))
-    if nproc:  # print README's check at the end of the validation
-        line = "        dist.all_reduce(correct)\n"
-        assert program.count(line) == 1
-        program = program.replace(line, line + textwrap.indent(block("check"), " " * 8))
-    write(program, tmp_path / "train.py")
+        launcher = command("ddp_launch_train", nproc=nproc)[:5]
+        edit = after("        dist.all_reduce(correct)  # the sum over all ranks\n", "check")
+        write(program_of_the_diff("+", edit), tmp_path / "train.py")
+    else:
+        launcher = [sys.executable]
+        write(program_of_the_diff("-"), tmp_path / "train.py")
     finished = run([*launcher, "train.py"], cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
@@ -107,9 +122,36 @@ def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
         assert sum(int(validates) for *_, validates in of_ranks) == 61
 
 
+EVAL = ("        net.train()\n", "        net.eval()\n")
+WEIGHTED = ("(ddp_net(images), labels)", "(ddp_net(images), labels, torch.arange(1, 11, device=device).double())")
+FACTOR = ("            loss.backward()\n", "            (loss / world_size).backward()\n")
+
+
+@pytest.mark.parametrize(
+    "edits, low, high",
+    [([EVAL], 0, 1e-12), ([], 1e-3, 10), ([EVAL, WEIGHTED], 1e-3, 10), ([EVAL, FACTOR], 0.49, 0.51)],
+    ids=["right", "BatchNorm", "class weights", "a wrong factor"],
+)
+def test_the_check_of_the_gradient(edits, low, high, tmp_path):
+    program = program_of_the_diff(
+        "+",
+        after("            loss.backward()\n", "gradient"),
+        ("net = net.to(device)", "net = net.double().to(device)"),
+        ("images.to(device), labels.to(device)", "images.double().to(device), labels.to(device)"),
+        ("batch_size=512, sampler", "batch_size=512 // world_size, sampler"),
+        *edits,
+    )
+    write(program, tmp_path / "train.py")
+    for nproc in 1, 2:
+        finished = run([*command("ddp_launch_train", nproc=nproc)[:5], "train.py"], cwd=tmp_path)
+        assert finished.returncode == 0, finished.stderr
+    differences = re.findall(r"relative difference (\S+)", finished.stdout)
+    assert len(differences) == 2 and all(low <= float(value) < high for value in differences)
+
+
 def test_the_lines_of_spawn_start_processes_that_find_each_other(tmp_path):
     done = "\nif __name__"
-    say = "    print(rank, dist.get_world_size(), flush=True)\n    dist.destroy_process_group()\n"
+    say = "    dist.barrier()\n    print(rank, dist.get_world_size(), flush=True)\n    dist.destroy_process_group()\n"
     imports = "import torch\nimport torch.distributed as dist\n"
     write(imports + block("spawn").replace(done, f"{say}{done}"), tmp_path / "spawned.py")
     finished = run([sys.executable, "spawned.py"], cwd=tmp_path, PYTHONUNBUFFERED="")

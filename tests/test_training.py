@@ -26,6 +26,7 @@ def first_runs(tmp_path_factory):
         arguments = command(script, "--checkpoint", "new/run.pt", folder=folder)
         if script == "ddp_spawn_train":  # as in a notebook: no other process can import what stands after -c
             code = "import ddp_spawn_train, os; before = dict(os.environ)\n"
+            code += "ddp_spawn_train.load_data = None\n"  # does not reach the processes: they import the file
             code += f"print('RETURNED', ddp_spawn_train.launch({arguments[2:]}), 'CHANGED', os.environ != before)"
             arguments = [sys.executable, "-c", code]
         runs[script] = folder / "new", run(arguments, cwd=folder)
