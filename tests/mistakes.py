@@ -224,6 +224,7 @@ def unequal_divisors():
     """class weights
     ignored labels, padding, a mean over boxes
     """
+
     def weighted(net, images, labels):
         return cross_entropy(net(images), labels, WEIGHTS)
 
@@ -365,6 +366,7 @@ class Noise(Dataset):
 
 def persistent_workers():
     """`persistent_workers=True`"""
+
     def epochs(**options):
         """Return the items of epoch 2 after epoch 1, and of epoch 2 alone, as after a resume."""
         found = []
