@@ -111,5 +111,5 @@ def test_every_level_trains_clips_and_resumes_like_an_unbroken_run(level, tmp_pa
     apex = "" if level == "torch" else f" --backend apex --opt-level {level}"
     finished, *folders = run_and_resume(tmp_path, " ".join(FLAGS) + " --clip-grad 1" + apex, same, **ALL_GPUS)
     assert result(finished)["gpus"] == 1 and "overridden" not in finished.stderr
-    weights = [torch.load(folder / "run.pt", weights_only=True)["net"] for folder in folders]
+    weights = [torch.load(folder / "run.pt", "cpu", weights_only=True)["net"] for folder in folders]
     torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
