@@ -54,8 +54,8 @@ def copy_script(folder, script, *changes):
 
 
 def changes(*diffs):
-    """Return diffs of README as changes for copy_script. A change ends with its last + line, comments aside."""
-    hunks = re.findall(r"(?m)((?:^[- ].*\n)+(?:^\+.*\n)+)", "".join(diffs))
+    """Return diffs of RECIPES.md as changes for copy_script. Lines with "..." part the changes."""
+    hunks = [hunk for diff in diffs for hunk in re.split(r"(?m)^\.\.\.\n", diff)]
     return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
 
 

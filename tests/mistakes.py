@@ -193,7 +193,7 @@ def averages_of_weights_are_not_saved():
 
 
 def averages_of_weights_have_batch_norm_statistics_of_one_rank():
-    """an EMA with BatchNorm"""
+    """an average of weights (EMA)"""
     net = nn.BatchNorm1d(6).double()
     ema, ddp_net = AveragedModel(net, use_buffers=True), DDP(net, broadcast_buffers=False)
     ddp_net(mine(IMAGES)).sum().backward()
@@ -221,8 +221,9 @@ WEIGHTS = torch.tensor([1, 2, 5, 1], dtype=torch.float64)
 
 
 def unequal_divisors():
-    """class weights
-    ignored labels, padding, a mean over boxes
+    """
+    class weights
+    ignored labels, padding, weights of items, a mean over boxes
     """
 
     def weighted(net, images, labels):
@@ -234,7 +235,11 @@ def unequal_divisors():
     def per_box(net, images, labels):
         return net(images).square().sum() / (labels == 3).sum().clamp(min=1)
 
-    for loss in weighted, ignoring, per_box:
+    def per_item(net, images, labels):
+        weights = images[:, 0].abs()
+        return (weights * cross_entropy(net(images), labels, reduction="none")).sum() / weights.sum()
+
+    for loss in weighted, ignoring, per_box, per_item:
         assert gradient_error(loss, loss) > 1e-3
 
     def sums_over_the_labels(net, images, labels):
@@ -334,13 +339,24 @@ def distributed_sampler_validates():
 
 
 def one_seed_for_all_ranks():
-    """`random` and NumPy not seeded by rank"""
+    """
+    `random` and NumPy not seeded by rank
+    `np.random.default_rng(21)` in a data set
+    """
     torch.manual_seed(21), random.seed(21), np.random.seed(21)
     draws = of_all([torch.rand(1).item(), random.random(), np.random.rand()])
     assert draws[0] == draws[1]
     torch.manual_seed(21 + dist.get_rank())  # seeds neither of the others
     draws = of_all([torch.rand(1).item(), random.random(), np.random.rand()])
     assert draws[0][0] != draws[1][0] and draws[0][1:] == draws[1][1:]
+    data_set = Noise()
+    data_set.generator = np.random.default_rng(21)
+    epochs = []
+    for epoch in range(2):
+        np.random.seed(21 + dist.get_rank() + 2 * epoch)
+        torch.manual_seed(21 + dist.get_rank() + 2 * epoch)
+        epochs.append(torch.cat(list(DataLoader(data_set, num_workers=1, multiprocessing_context="fork"))))
+    assert equal(sum(of_all(epochs), []))
 
 
 def seeds_that_collide():
@@ -355,13 +371,13 @@ def seeds_that_collide():
 
 
 class Noise(Dataset):
-    scale = 1
+    scale, generator = 1, None
 
     def __len__(self):
         return 2
 
     def __getitem__(self, index):
-        return self.scale * torch.rand(1).item()
+        return self.generator.random() if self.generator else self.scale * torch.rand(1).item()
 
 
 def persistent_workers():

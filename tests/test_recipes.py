@@ -226,6 +226,22 @@ def test_tensorboard_shows_each_epoch_once_after_a_kill_and_a_resume(runs):
     assert points(broken / "run.pt.tensorboard")[1][1] == result(resumed)["val_loss"]
 
 
+def test_all_ranks_stop_in_the_same_epoch_with_the_same_learning_rate_and_do_not_train_on(tmp_path):
+    edits = [*FLOAT64, *changes(block("early stopping")), functions(block("plateau"))]
+    line = "    result = dict("
+    edits.append(
+        (line, f"    print('AT THE END', epochs_done, epoch, scheduler.get_last_lr(), force=True)\n{line}")
+    )
+    copy_script(tmp_path, "ddp_launch_train", *edits)
+    flags = ["--lr", "1e-6", "--epochs", "20"]  # so small a rate does not change the accuracy
+    finished = train(tmp_path, 2, *flags)
+    assert result(finished)["bad_epochs"] == 5
+    assert re.findall(r"AT THE END (\d+) (\d+) \[(\S+)\]", finished.stdout) == [("0", "7", "1e-07")] * 2
+    again = train(tmp_path, 2, *flags)
+    assert finished.stdout.count("\nepoch") == 6 and "\nepoch" not in again.stdout
+    assert result(again) == result(finished) and again.stdout.count(": 6 epochs are done") == 2
+
+
 def evaluate(folder, *codes):
     """Run the recipe for the best weights, and more code, in one process; return the lines that they print."""
     (folder / "evaluate.py").write_text("\n".join([block("best weights"), *codes]))
