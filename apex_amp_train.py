@@ -45,7 +45,7 @@ def main(args):
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
-    # [DDP 2/8] Each process uses its own GPU. Without set_device, each would also take memory on GPU 0.
+    # [DDP 2/8] Each process uses its own GPU. set_device makes it the default GPU, instead of GPU 0.
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
@@ -137,7 +137,7 @@ def main(args):
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
         # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Use `net`: `ddp_net` may
-        # communicate, and would hang if processes had unequal numbers of batches. BatchNorm's statistics differ
+        # communicate, so that all processes would need equally many batches. BatchNorm's statistics differ
         # between the processes: take those of rank 0, so that all validate the same network, which is saved.
         for buffer in net.buffers():
             dist.broadcast(buffer, src=0)

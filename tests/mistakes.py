@@ -154,7 +154,7 @@ def a_layer_unfrozen_after_wrapping():
 
 
 def batch_norm_sees_its_share():
-    """BatchNorm"""
+    """BatchNorm, and few images per GPU"""
     assert gradient_error(mean_loss, mean_loss, nn.Sequential(nn.BatchNorm1d(6).double(), make_net())) > 1e-3
     assert gradient_error(mean_loss, mean_loss, nn.Sequential(nn.LayerNorm(6).double(), make_net())) < 1e-14
 
@@ -249,7 +249,7 @@ def unequal_divisors():
 
 
 def an_incomplete_last_group():
-    """accumulation whose last group is incomplete"""
+    """`no_sync()`, the last group of an epoch incomplete"""
     net = make_net()
     ddp_net, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.5)
     batches = list(zip(mine(IMAGES).split(2), mine(LABELS).split(2)))
@@ -340,7 +340,7 @@ def distributed_sampler_validates():
 
 def one_seed_for_all_ranks():
     """
-    `random` and NumPy not seeded by rank
+    `random` and NumPy seeded alike on all ranks
     `np.random.default_rng(21)` in a data set
     """
     torch.manual_seed(21), random.seed(21), np.random.seed(21)

@@ -12,7 +12,7 @@ MISTAKES = ROOT / "tests" / "mistakes.py"
 FUNCTIONS = [node for node in ast.parse(MISTAKES.read_text()).body if isinstance(node, ast.FunctionDef)]
 FUNCTIONS = {node.name: ast.get_docstring(node) for node in FUNCTIONS if not node.args.args}
 # A row that is seen where a notebook starts the training: first_runs in test_training.py.
-NOTEBOOK = "functions replaced in an imported module"
+NOTEBOOK = "functions replaced in an imported script"
 
 
 def test_each_row_of_readmes_table_has_a_function_that_makes_the_mistake():

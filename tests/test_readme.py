@@ -138,7 +138,7 @@ def test_the_check_of_the_gradient(edits, low, high, tmp_path):
         after("            loss.backward()\n", "gradient"),
         ("net = net.to(device)", "net = net.double().to(device)"),
         ("images.to(device), labels.to(device)", "images.double().to(device), labels.to(device)"),
-        ("batch_size=512, sampler", "batch_size=512 // world_size, sampler"),
+        ("batch_size=512, sampler", "batch_size=40 // world_size, sampler"),
         *edits,
     )
     write(program, tmp_path / "train.py")
