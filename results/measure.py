@@ -28,6 +28,7 @@ WITHOUT_TORCHRUN = "dp_train.py", "ddp_spawn_train.py", "results/ceiling.py"
 # Part, GPUs, command. n is the number of GPUs, 512n is 512 * n; [a|b] stands for two commands, with a and with b.
 COMMANDS = """
 batches   n  ddp_launch_train.py --batch-size [64n|128n|256n] --epochs 3 [|--compile]
+workers   n  ddp_launch_train.py --epochs 3 --workers [0|2|4] [|--compile]
 peers     n  ddp_launch_train.py --batch-size 512n --epochs 3 [|--compile]
 peers     n  results/peers.py [lightning|accelerate] --batch-size 512n --epochs 3 --workers 14
 ceiling   1  [results/ceiling.py|dp_train.py] --epochs 3 [|--compile]

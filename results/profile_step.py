@@ -18,21 +18,23 @@ import ddp_launch_train as script
 class ProfiledLoader(script.DataLoader):
     """A DataLoader that tells the profiler of each training step: a step ends when the next batch is asked for."""
 
+    steps, activities = 3, None  # None: the CPU and the GPU
+
     def __iter__(self):
         if not self.drop_last:  # the loader of the validation set
             yield from super().__iter__()
             return
-        skip = max(0, min(20, len(self) - 5))
-        schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=3, repeat=1)
-        with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+        skip = max(0, min(20, len(self) - self.steps - 2))
+        schedule = torch.profiler.schedule(skip_first=skip, wait=0, warmup=1, active=self.steps, repeat=1)
+        options = dict(activities=self.activities, schedule=schedule, on_trace_ready=self.write)
+        with torch.profiler.profile(**options) as profiler:
             for batch in super().__iter__():
                 yield batch
                 profiler.step()
 
-
-def write(profiler):
-    if dist.get_rank() == 0:
-        profiler.export_chrome_trace(sys.argv[1])
+    def write(self, profiler):
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(sys.argv[1])
 
 
 if __name__ == "__main__":
