@@ -177,8 +177,8 @@ def buffers_that_forward_updates():
     for _ in range(2):
         mean_loss(ddp_net, mine(IMAGES), mine(LABELS)).backward()
     assert not equal(of_all(net.mean))
-    first, second = mine(IMAGES).mean(0), of_all(mine(IMAGES).mean(0))[0]
-    torch.testing.assert_close(net.mean, second + first)  # of rank 0's first batch and one's own second one
+    own, of_rank_0 = mine(IMAGES).mean(0), of_all(mine(IMAGES).mean(0))[0]
+    torch.testing.assert_close(net.mean, of_rank_0 + own)  # rank 0's after the first batch, and the second's
 
 
 def averages_of_weights_are_not_saved():
