@@ -10,7 +10,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).resolve().parent
-plt.switch_backend("svg")
 plt.rcParams.update({"svg.hashsalt": "one", "svg.fonttype": "none"})  # the same file each time, text as text
 figure, axis = plt.subplots(figsize=(6, 3.5))
 for compile, label in (" --compile", "with --compile"), ("", "without --compile"):

@@ -1,7 +1,10 @@
-"""Put the median step of a run into steps.json: what two GPUs do. Without arguments: draw steps.svg from it.
+"""Show what two GPUs do in one step. Each run adds its median step to steps.json; the last command draws all.
 
-python results/steps.py dp_train --epochs 1
-torchrun --standalone --nproc-per-node=gpu results/steps.py ddp_launch_train --epochs 1 --compile
+    python results/steps.py dp_train --epochs 1
+    torchrun --standalone --nproc-per-node=2 results/steps.py ddp_launch_train --epochs 1 [--compile]
+    python results/steps.py    # draws steps.svg; needs matplotlib
+
+The profiler records the GPUs alone: recording the CPU, too, would slow the run down.
 """
 
 import json
@@ -13,10 +16,7 @@ import profile_step
 import torch
 import torch.distributed as dist
 
-DATA, RANK = Path(__file__).with_name("steps.json"), int(os.environ.get("RANK", 0))
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {0}" font-family="sans-serif" font-size="15"
-shape-rendering="crispEdges"><rect width="760" height="{0}" fill="#fff"/><text x="55" y="24"><tspan fill="#2f7ec7">
-&#9632;</tspan> computing <tspan fill="#f08c00">&#160; &#9632;</tspan> exchanging data &#160;&#9633; idle</text>"""
+DATA, RANK = Path(__file__).with_name("steps.json"), os.environ.get("RANK", "0")
 
 
 class Loader(profile_step.ProfiledLoader):
@@ -24,44 +24,49 @@ class Loader(profile_step.ProfiledLoader):
 
     def write(self, profiler):
         profiler.export_chrome_trace(f"trace{RANK}.json")
-        trace = json.loads(Path(f"trace{RANK}.json").read_text())["traceEvents"]
-        trace = [one for one in trace if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-        parts = [[(int(one["ts"]), int(one["ts"] + one["dur"]), one["pid"], one["name"]) for one in trace]] * 2
+        parts = [json.loads(Path(f"trace{RANK}.json").read_text())["traceEvents"]] * 2
         if dist.is_initialized():
             dist.all_gather_object(parts, parts[0])
-        updates = sorted(start for start, _, gpu, name in sum(parts, []) if gpu == 0 and "FusedSgd" in name)
-        starts = [start for before, start in zip([0, *updates], updates) if start - before > 5000]  # microseconds
-        lengths = sorted((after - start, start) for start, after in zip(starts, starts[1:]))
-        print("milliseconds of the steps:", *(length / 1000 for length, _ in lengths), flush=True)
-        length, begin = lengths[len(lengths) // 2]
-        busy = torch.zeros(2, 2, length // 500 * 500)  # GPU, kind of work, microsecond
-        for start, end, gpu, name in sum(parts, []):
-            busy[gpu, int("nccl" in name or "PtoP" in name), max(start - begin, 0) : max(end - begin, 0)] = 10
-        name = " ".join(["nn.DataParallel" if sys.argv[1] == "dp_train" else "DDP", *sys.argv[4:]])
-        tenths = busy.view(2, 2, -1, 500).mean(3).round().int().tolist()  # of each half millisecond
-        if RANK == 0:
+        if RANK == "0":
+            name = " ".join(["nn.DataParallel" if sys.argv[1] == "dp_train" else "DDP", *sys.argv[4:]])
             steps = json.loads(DATA.read_text()) if DATA.exists() else {}
-            steps[name] = dict(ms=length / 1000, computing=busy[:, 0].mean().item() / 10, tenths=tenths)
-            DATA.write_text(json.dumps(steps) + "\n")
+            DATA.write_text(json.dumps(steps | {name: median_step(sum(parts, []))}) + "\n")
+
+
+def median_step(events):
+    """Return a step's milliseconds, and for each half of one how busy each GPU is: computing, exchanging data."""
+    events = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    updates = sorted(one["ts"] for one in events if one["pid"] == 0 and "FusedSgd" in one["name"])  # microseconds
+    starts = [time for before, time in zip([0, *updates], updates) if time - before > 5000]  # of the steps
+    length, start = sorted((after - start, start) for start, after in zip(starts, starts[1:]))[len(starts) // 2]
+    busy = torch.zeros(2, 2, int(length) // 500 * 500)  # of each GPU, computing or exchanging data, microsecond
+    for one in events:
+        begin = int(one["ts"] - start)
+        exchanging = int("nccl" in one["name"] or "PtoP" in one["name"])
+        busy[one["pid"], exchanging, max(begin, 0) : max(begin + int(one["dur"]), 0)] = 1
+    return dict(ms=length / 1000, percent=busy.view(2, 2, -1, 500).mean(3).mul(100).round().int().tolist())
 
 
 def draw(steps):
-    scale, size = 690 / max(step["ms"] for step in steps.values()), 84 * len(steps) + 92
-    parts = [HEAD.format(size), f'<text x="360" y="{size - 10}">milliseconds</text>']
-    for time in range(0, int(690 / scale), 20):
-        parts.append(f'<text x="{55 + time * scale:.0f}" y="{size - 30}" text-anchor="middle">{time}</text>')
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "one", "svg.fonttype": "none"})  # the same file each time, text as text
+    figure, axis = plt.subplots(figsize=(8, len(steps) + 0.8), layout="tight")
     for row, (name, step) in enumerate(steps.items()):
-        title = f"{name}: {step['ms']:.0f} ms, computing {step['computing']:.0%} of the time"
-        parts.append(f'<text x="55" y="{84 * row + 60}">{title}</text>')
-        for gpu in range(2):
-            y = 84 * row + 68 + 28 * gpu
-            styles = f'y="{y}" height="22" fill="#2f7ec7"', f'y="{y + 14}" height="8" fill="#f08c00"'
-            for tenths, style in zip(step["tenths"][gpu], styles):
-                places = [f'x="{55 + x * scale / 2:.1f}" width="{scale / 2:.1f}"' for x in range(len(tenths))]
-                parts += [f'<rect {x} {style} opacity="{ten / 10}"/>' for x, ten in zip(places, tenths) if ten]
-            frame = f'y="{y}" width="{step["ms"] * scale:.0f}" height="22" fill="none" stroke="#777"'
-            parts.append(f'<text x="4" y="{y + 16}">GPU {gpu}</text><rect x="55" {frame}/>')
-    DATA.with_suffix(".svg").write_text("\n".join([*parts, "</svg>\n"]))
+        percent = torch.tensor(step["percent"])
+        computing = percent[:, 0].float().mean()
+        axis.text(0, -3 * row - 0.1, f"{name}: {step['ms']:.0f} ms, computing {computing:.0f}% of the time")
+        for gpu, bottom in (0, -3 * row - 1.1), (1, -3 * row - 2.1):
+            place = dict(extent=(0, step["ms"], bottom, bottom + 0.8), aspect="auto", interpolation="nearest")
+            for share, colour in zip(percent[gpu], ((0.2, 0.5, 0.8), (1, 0.6, 0))):
+                pixels = torch.tensor(colour).expand(1, len(share), 3)
+                axis.imshow(torch.cat([pixels, share[None, :, None] / 100], 2), **place)  # paler if less busy
+            axis.add_patch(plt.Rectangle((0, bottom), step["ms"], 0.8, fill=False, edgecolor="grey"))
+            axis.text(-1, bottom + 0.2, f"GPU {gpu}", ha="right")
+    axis.set(xlim=(0, max(step["ms"] for step in steps.values()) + 1), ylim=(0.7 - 3 * len(steps), 0.6), yticks=[])
+    axis.set_xlabel("milliseconds (blue: computing, orange: exchanging data, white: idle)")
+    axis.spines[["left", "right", "top"]].set_visible(False)
+    figure.savefig(DATA.with_suffix(".svg"), metadata={"Date": None})
 
 
 if __name__ == "__main__":
