@@ -372,6 +372,27 @@ def test_processes_share_one_draw_in_which_all_classes_are_equally_frequent(tmp_
     assert all(270 < count < 400 for count in labels[draws[1, 3]].bincount().tolist())
 
 
+def test_a_network_learns_padded_texts_with_the_loss_for_unequal_weights(tmp_path):
+    own = """
+IGNORED = -100
+
+def load_data(args):
+    tokens = torch.tensor(list(b"abcdefgh" * 400)).view(-1, 20)
+    labels = tokens[:, 1:].clone()
+    labels[torch.arange(19) > torch.arange(len(tokens))[:, None] % 19] = IGNORED  # from none to all but one
+    return [torch.utils.data.TensorDataset(tokens[i : i + 80, :-1], labels[i : i + 80]) for i in (0, 80)]
+
+def build_network(args):
+    return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 256))
+"""
+    loss = changes(block("unequal weights"))[2]
+    valid = "(labels != IGNORED).sum()"
+    sums = ("loss.double() * len(labels)", f"loss.double() * {valid}"), ("+= len(labels)", f"+= {valid}")
+    edits = functions(own), *changes(block("texts")), loss, *sums
+    copy_script(tmp_path, "ddp_launch_train", *edits)
+    assert result(train(tmp_path, 2, "--lr", "0.5", "--epochs", "6"))["val_accuracy"] > 0.95
+
+
 def test_a_network_learns_a_text_and_tensorboard_needs_no_checkpoint(tmp_path):
     own = """
 def load_data(args):
