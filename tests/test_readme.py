@@ -115,11 +115,24 @@ def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
     assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
     check = r"rank (\d): weights (\S+) labels (.*) indices (.*) validates (\d+)"
     lines = re.findall(check, finished.stdout)
-    assert len({indices for *_, indices, _ in lines}) == len(lines) == 4 * nproc  # others in each epoch and rank
+    assert len(lines) == 4 * nproc
+    if nproc > 1:
+        assert len({indices for *_, indices, _ in lines}) == len(lines)  # others in each epoch and rank
     for epoch in range(4 * bool(nproc)):
         of_ranks = [[line for line in lines if line[0] == str(rank)][epoch] for rank in range(nproc)]
         assert len({weights for _, weights, *_ in of_ranks}) == len({labels for _, _, labels, *_ in of_ranks}) == 1
         assert sum(int(validates) for *_, validates in of_ranks) == 61
+
+
+@pytest.mark.parametrize("edit", [("sampler=sampler", "shuffle=True"), ("sampler.set_epoch(epoch)", "pass")])
+def test_the_check_shows_equal_indices_without_the_sampler_or_set_epoch(edit, tmp_path):
+    check = after("        dist.all_reduce(correct)  # the sum over all ranks\n", "check")
+    write(program_of_the_diff("+", check, edit), tmp_path / "train.py")
+    finished = run([*command("ddp_launch_train", nproc=2)[:5], "train.py"], cwd=tmp_path)
+    indices = re.findall(r"indices (\[.*?\])", finished.stdout)
+    assert len(indices) == 8 and len(set(indices)) == (
+        1 if "shuffle" in edit[1] else 2
+    )  # ranks, or epochs, are alike
 
 
 EVAL = ("        net.train()\n", "        net.eval()\n")
