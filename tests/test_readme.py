@@ -130,9 +130,8 @@ def test_the_check_shows_equal_indices_without_the_sampler_or_set_epoch(edit, tm
     write(program_of_the_diff("+", check, edit), tmp_path / "train.py")
     finished = run([*command("ddp_launch_train", nproc=2)[:5], "train.py"], cwd=tmp_path)
     indices = re.findall(r"indices (\[.*?\])", finished.stdout)
-    assert len(indices) == 8 and len(set(indices)) == (
-        1 if "shuffle" in edit[1] else 2
-    )  # ranks, or epochs, are alike
+    different = 1 if "shuffle" in edit[1] else 2  # the ranks, or the epochs, are alike
+    assert len(indices) == 8 and len(set(indices)) == different
 
 
 EVAL = ("        net.train()\n", "        net.eval()\n")
