@@ -15,9 +15,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
-GPUS = torch.cuda.device_count()
-ALL_GPUS = dict(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU, unless a test passes ALL_GPUS to run()
+# On the CPU, unless a test passes ALL_GPUS to run(). The processes of pytest-xdist inherit both variables.
+names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.is_available() else "")
+ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
 os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # no test downloads anything
 
