@@ -22,7 +22,6 @@ args.batch_size = args.batch_size or 512
 steps = (args.synthetic or 50_000) // args.batch_size
 net = script.build_network(args).to(device).train()
 optimizer = script.build_optimizer(args, net)
-scheduler = script.build_scheduler(args, optimizer, args.epochs * steps)
 model = torch.compile(net, mode="reduce-overhead") if args.compile else net
 images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
 images = images.to(memory_format=torch.channels_last)
@@ -38,7 +37,6 @@ for epoch in range(1, args.epochs + 1):
         loss = F.cross_entropy(outputs.float(), labels)
         loss.backward()
         optimizer.step()
-        scheduler.step()
     loss.item()
     images_per_second = steps * args.batch_size / (time.perf_counter() - start)
     print(f"epoch {epoch} images_per_second {images_per_second:.5g}", flush=True)

@@ -60,16 +60,16 @@ def draw(steps):
 
     plt.rcParams.update({"svg.hashsalt": "one", "svg.fonttype": "none"})  # the same file each time, text as text
     figure, axis = plt.subplots(figsize=(8, len(steps) + 0.8), layout="tight")
-    grey_minus_blue, grey_minus_orange = torch.tensor([[0.7, 0.4, 0.1], [-0.1, 0.3, 0.9]])
+    grey, blue, orange = torch.tensor([[0.9, 0.9, 0.9], [0.2, 0.5, 0.8], [1, 0.6, 0]])
     for row, (name, step) in enumerate(steps.items()):
         busy = torch.tensor(step["percent"])[..., None] / 100
-        text = f"{name}: {step['ms']:.0f} ms, computing {100 * busy[:, 0].mean():.0f}% of the time"
-        axis.text(0, 3 * row - 0.2, text)
-        for gpu, (computing, exchanging) in enumerate(busy):
-            colours = (0.9 - computing * grey_minus_blue - exchanging * grey_minus_orange).clamp(0, 1)
-            place = (0, step["ms"], 3 * row + gpu + 0.8, 3 * row + gpu)
-            axis.imshow(colours[None], extent=place, aspect="auto", interpolation="nearest")
-            axis.text(-1, 3 * row + gpu + 0.6, f"GPU {gpu}", ha="right")
+        share = f"computing {100 * busy[:, 0].mean():.0f}% of the time"
+        axis.text(0, 3 * row - 0.2, f"{name}: {step['ms']:.0f} ms, {share}")
+        for gpu, shares in enumerate(busy, 3 * row):
+            for share, colour, top, bottom in zip(shares, (blue, orange), (0, 0.55), (0.55, 0.8)):
+                place = dict(extent=(0, step["ms"], gpu + bottom, gpu + top), interpolation="nearest")
+                axis.imshow((grey + share * (colour - grey))[None], aspect="auto", **place)
+            axis.text(-1, gpu + 0.6, f"GPU {gpu - 3 * row}", ha="right")
     axis.set(xlim=(0, max(step["ms"] for step in steps.values()) + 1), ylim=(3 * len(steps) - 1, -1), yticks=[])
     axis.set_xlabel("milliseconds (blue: computing, orange: exchanging data, grey: idle)")
     axis.spines[["left", "right", "top"]].set_visible(False)
