@@ -8,7 +8,7 @@ For GPUs without bfloat16 (before Ampere). If yours has it, use ddp_launch_train
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it
 before the optimizer's step. If the scale is too large, gradients overflow: the step is skipped and the scale is
-halved. It starts at 65,536, so a few skipped steps are normal. (bfloat16 has the range of float32: no scale.)
+halved. The first scale is 65,536, so a few skipped steps are normal. (bfloat16 has float32's range: no scale.)
 
 Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32. O1 uses float16 where
 it is safe, as torch.amp does. At O2 the weights are float16, except BatchNorm's, and the optimizer updates float32
@@ -64,7 +64,7 @@ def main(args):
 
     # [DDP 4/8] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
@@ -171,7 +171,7 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value
 def load_data(args):
     """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
 
-    With --workers, open files in __getitem__, not in __init__: forked processes share the position in a file.
+    With --workers, open files in __getitem__, once per os.getpid(): forked processes share a file's position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 

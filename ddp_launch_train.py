@@ -51,7 +51,7 @@ def main(args):
 
     # [DDP 4/8] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
@@ -132,7 +132,7 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value
 def load_data(args):
     """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
 
-    With --workers, open files in __getitem__, not in __init__: forked processes share the position in a file.
+    With --workers, open files in __getitem__, once per os.getpid(): forked processes share a file's position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 

@@ -21,7 +21,7 @@ names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.is_available(
 ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
-os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # no test downloads anything
+os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # quick tests download nothing
 
 SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
 SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()

@@ -7,6 +7,7 @@ Two processes on the CPU, each with a half of the images. `of_all(value)` return
 
 import copy
 import json
+import os
 import random
 import sys
 import tarfile
@@ -223,7 +224,7 @@ WEIGHTS = torch.tensor([1, 2, 5, 1], dtype=torch.float64)
 def unequal_divisors():
     """
     class weights
-    ignored labels, padding, weights of items, a mean over boxes
+    ignored labels, padding, weights of items, boxes
     """
 
     def weighted(net, images, labels):
@@ -351,12 +352,16 @@ def one_seed_for_all_ranks():
     assert draws[0][0] != draws[1][0] and draws[0][1:] == draws[1][1:]
     data_set = Noise()
     data_set.generator = np.random.default_rng(21)
-    epochs = []
-    for epoch in range(2):
-        np.random.seed(21 + dist.get_rank() + 2 * epoch)
-        torch.manual_seed(21 + dist.get_rank() + 2 * epoch)
-        epochs.append(torch.cat(list(DataLoader(data_set, num_workers=1, multiprocessing_context="fork"))))
-    assert equal(sum(of_all(epochs), []))
+
+    def epoch(number, **options):
+        np.random.seed(21 + dist.get_rank() + 2 * number)
+        torch.manual_seed(21 + dist.get_rank() + 2 * number)
+        return torch.cat(list(DataLoader(data_set, **options)))
+
+    forked = dict(num_workers=1, multiprocessing_context="fork")
+    assert equal(of_all(epoch(0, **forked)) + of_all(epoch(1, **forked)))
+    without = epoch(0), epoch(1)  # with num_workers=0, the generator goes on
+    assert equal(of_all(torch.cat(without))) and not torch.equal(*without)
 
 
 def seeds_that_collide():
@@ -402,18 +407,11 @@ def persistent_workers():
     assert torch.equal(unbroken, resumed) and unbroken.max() > 10
 
 
-class Members(Dataset):
-    """The files of an archive that was opened in __init__, or is opened by the first item in each process."""
-
-    def __init__(self, path, early):
-        self.path, self.archive = path, tarfile.open(path) if early else None  # noqa: SIM115
-
-    def __len__(self):
-        return 2000
-
-    def __getitem__(self, index):
-        self.archive = self.archive or tarfile.open(self.path)  # noqa: SIM115
-        return index, int(self.archive.extractfile(str(index)).read()[:9])
+def classes_in_the_order_of_a_set():
+    """classes numbered by `list(set(...))`"""
+    names = [f"class {number}" for number in range(20)]
+    assert len({tuple(names) for names in of_all(list(set(names)))}) == 2
+    assert len({tuple(names) for names in of_all(sorted(set(names)))}) == 1
 
 
 def masks_paired_by_their_order():
@@ -423,8 +421,24 @@ def masks_paired_by_their_order():
     assert pairs == [("1", "1"), ("2", "3"), ("3", "4")]
 
 
-def files_opened_in_init():
-    """files opened in `__init__`"""
+class Members(Dataset):
+    """The files of an archive, which is opened once for all processes, or once in each of them."""
+
+    def __init__(self, path, once_per_process):
+        self.path, self.once_per_process, self.archives = path, once_per_process, {}
+
+    def __len__(self):
+        return 2000
+
+    def __getitem__(self, index):
+        process = os.getpid() if self.once_per_process else 0
+        if process not in self.archives:
+            self.archives[process] = tarfile.open(self.path)  # noqa: SIM115
+        return index, int(self.archives[process].extractfile(str(index)).read()[:9])
+
+
+def files_opened_before_the_fork():
+    """files opened before data-loading processes start"""
     if dist.get_rank() > 0:
         return
     with tarfile.open(FOLDER / "files.tar", "w") as archive:
@@ -433,15 +447,16 @@ def files_opened_in_init():
             header.size = 9000
             archive.addfile(header, BytesIO(f"{index:09}".encode() * 1000))
 
-    def wrong(early):
-        data_set = Members(FOLDER / "files.tar", early)
+    def wrong(once_per_process):
+        data_set = Members(FOLDER / "files.tar", once_per_process)
+        assert data_set[7] == (7, 7)  # opens the archive in this process, as __init__ could
         loader = DataLoader(data_set, 100, num_workers=4, multiprocessing_context="fork")
         try:
             return sum((indices != items).sum().item() for indices, items in loader)
         except (RuntimeError, ValueError, tarfile.ReadError, KeyError):
             return 1  # now and then, it ends with an error
 
-    assert any(wrong(early=True) for _ in range(5)) and not wrong(early=False)
+    assert any(wrong(once_per_process=False) for _ in range(5)) and not wrong(once_per_process=True)
 
 
 if __name__ == "__main__":

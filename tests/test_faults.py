@@ -79,7 +79,7 @@ def test_a_second_run_on_a_checkpoint_is_refused_until_the_first_has_ended(start
             os.kill(pid, signal.SIGKILL)
 
 
-# Each fault strikes in the second epoch; the last two in the last step, so that the loss of the epoch is finite.
+# Each fault strikes in the second epoch; the third in the last step, so that the loss of the epoch is finite.
 ERRORS = [
     ("ddp_spawn_train", "loss = loss / 0", "NaN or infinite: use a smaller --lr"),
     ("dp_train", "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**20, 2**20))", "too large|iostream error"),

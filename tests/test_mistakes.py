@@ -26,7 +26,7 @@ def test_each_row_of_readmes_table_has_a_function_that_makes_the_mistake():
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    finished = run([*launcher, MISTAKES, folder])
+    finished = run([*launcher, MISTAKES, folder], PYTHONHASHSEED="random")
     assert finished.returncode == 0, finished.stderr
     return json.loads((folder / "seen.json").read_text())
 

@@ -1,4 +1,4 @@
-"""What README shows: its diff, its lines for spawn, its commands for several machines, and run_all.sh."""
+"""What README and RECIPES.md show: the diff, lines for spawn, commands for several machines, and run_all.sh."""
 
 import os
 import re

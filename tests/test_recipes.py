@@ -501,7 +501,9 @@ def metrics_from(val_sums):
 """
     noise = ("torch.randn(len(images), 64, device=device)", "nn.functional.pad(images.flatten(1), (0, 16))")
     double = ("args.image_size, augment=True)", "args.image_size).double()")
-    train_on((1, 2), tmp_path, *changes(block("gan")), functions(own), noise, double)
+    step = "            scheduler_d.step()\n"
+    check = (step, f"{step}            assert not any(part.broadcast_buffers for part in ddp_net.values())\n")
+    train_on((1, 2), tmp_path, *changes(block("gan")), functions(own), noise, double, check)
     assert {"optimizer", "optimizer_d", "scheduler_d"} < torch.load(tmp_path / "run.pt", weights_only=True).keys()
 
 
