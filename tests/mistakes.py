@@ -22,7 +22,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 from torchmetrics.classification import BinaryAUROC
 from torchmetrics.functional.classification import binary_auroc
 
@@ -322,6 +329,28 @@ def no_sampler_or_the_weighted_one():
     assert len(DataLoader(range(12), 2, shuffle=True)) == 2 * len(split)
     drawn = of_all(list(WeightedRandomSampler([1.0] * 12, 12)))
     assert drawn[0] == drawn[1] and len(drawn[0]) == 12  # twice an epoch of all ranks, with equal seeds equal
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        yield from range(12)
+
+
+def a_stream():
+    """a stream (`IterableDataset`)"""
+    items = of_all(list(DataLoader(Numbers(), batch_size=None)))
+    assert items[0] == items[1] == list(range(12))
+
+
+def a_split_after_unequal_random_numbers():
+    """`random_split` after unequal random numbers"""
+    torch.manual_seed(21)
+    if dist.get_rank() == 0:
+        torch.rand(1)
+    splits = of_all(random_split(range(100), [90, 10])[1].indices)
+    assert splits[0] != splits[1]
+    splits = of_all(random_split(range(100), [90, 10], torch.Generator().manual_seed(21))[1].indices)
+    assert splits[0] == splits[1]
 
 
 def no_set_epoch():

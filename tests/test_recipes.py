@@ -1,5 +1,6 @@
 """RECIPES.md: each recipe is copied into a script and run, on the CPU."""
 
+import argparse
 import ast
 import contextlib
 import itertools
@@ -138,6 +139,15 @@ def test_the_index_links_to_each_recipe():
     anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
     assert sorted(re.findall(r"\(#(.*?)\)", index)) == sorted(anchors)
     assert set(re.findall(r"\(#(.*?)\)", "".join(recipes))) <= set(anchors)
+
+
+def test_a_part_for_validation_is_the_same_after_other_random_numbers(tmp_path):
+    folder = copy_script(tmp_path, "dp_train", functions(block("validation")))
+    load_data = names_of(folder, "dp_train")["load_data"]
+    args = argparse.Namespace(data_dir="", synthetic=61, seed=21)
+    (train_set, val_set), _, (_, again) = load_data(args), torch.rand(1), load_data(args)
+    assert again.indices == val_set.indices and len(val_set) == 6 and args.items == 61
+    assert sorted(train_set.indices + val_set.indices) == list(range(61))
 
 
 # ------------------------------------------------------------ Images in folders, and what resumes
@@ -412,6 +422,33 @@ def build_network(args):
     assert [path.name for path in folder.glob("*tensorboard")] == ["run.tensorboard"]
 
 
+@pytest.mark.parametrize(("nproc", "workers"), [(1, 2), (2, 0), (3, 2)])
+def test_no_item_of_a_stream_comes_twice_in_an_epoch(nproc, workers, tmp_path):
+    own = """
+def read(epoch):
+    order = random.Random(epoch).sample(range(71), 71)
+    yield from (train_set[number] for number in order)
+
+train_set, val_set = common.load_cifar10("", 71)
+
+def load_data(args):
+    return Stream(read, 71), val_set
+"""
+    say = "            optimizer.zero_grad()\n"
+    items = f"{say}            print('STEP', epoch, batch[0].flatten(1).tolist(), force=True)\n"
+    edits = *changes(block("stream in main")), functions("import random", block("stream"), own), (say, items)
+    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, *edits)
+    finished = train(tmp_path, nproc, "--workers", str(workers))
+    assert result(finished)
+    epochs = []
+    for epoch in "12":
+        batches = [ast.literal_eval(batch) for batch in re.findall(f"STEP {epoch} (.*)", finished.stdout)]
+        items = [tuple(item) for batch in batches for item in batch]
+        assert len(items) == len(set(items)) == (48 if workers else 60)  # of 71: one process has an item more
+        epochs.append(set(items))
+    assert epochs[0] != epochs[1]
+
+
 def test_a_loss_over_the_whole_batch_trains_alike_on_1_2_and_3_processes(tmp_path):
     one_view = "common.prepare(images, args.image_size, args.pretrained, augment=True) for _ in range(2)"
     view = "common.prepare(view, args.image_size, args.pretrained).double() for view in (images, images.flip(1))"
@@ -451,18 +488,19 @@ def test_a_detector_has_the_same_gradients_on_1_2_and_3_processes(head, tmp_path
     assert max(errors) < 1e-12 if head == "Head" else min(errors) > 1e-2
 
 
-def test_metrics_of_all_outputs_are_equal_on_1_2_and_3_processes_and_in_an_evaluation(tmp_path):
+def test_metrics_of_all_outputs_of_an_average_are_equal_on_1_2_and_3_processes_and_in_an_evaluation(tmp_path):
     new = "        new = dict(train_loss"
-    same = "dist.all_gather_object(shares, metrics_from(rows)); assert shares == shares[:1] * world_size"
+    same = "dist.all_gather_object(shares, metrics_from(val_sums)); assert shares == shares[:1] * world_size"
     edits = *changes(block("gather rows")), *FLOAT64, functions(block("auc")), (new, f"        {same}\n{new}")
-    results, weights = train_on((1, 2, 3), tmp_path, *edits, flags=["--epochs", "1"])
+    edits += *changes(block("averages"), block("early stopping")), functions(block("plateau"))
+    results, _ = train_on((1, 2, 3), tmp_path, *edits, flags=["--epochs", "1"])
     [evaluated] = evaluate(tmp_path)
     for name in "val_auc", "val_loss":
         found = [metrics[name] for metrics in (*results, ast.literal_eval(evaluated))]
         assert found == pytest.approx(found[:1] * 4, rel=1e-7)
     # The mean AUC of these weights by its definition, over all pairs of a positive and a negative image.
     net = names_of(tmp_path)["build_network"](None)
-    net.load_state_dict(weights)
+    net.load_state_dict(torch.load(tmp_path / "run.pt.best", weights_only=True))  # the average
     images, labels = common.load_cifar10(None, 61)[1].tensors
     with torch.no_grad():
         scores, aucs = net(common.prepare(images, 4).double()).softmax(1), []
