@@ -287,7 +287,7 @@ def a_metric_that_is_no_sum():
 
 
 def torchmetrics_and_an_all_reduce():
-    """all_reduce of a torchmetrics result"""
+    """all_reduce after torchmetrics' `metric.compute()`"""
     metric = BinaryAUROC()
     metric.update(mine(SCORES), mine(CLASSES))
     value = metric.compute()
@@ -308,7 +308,7 @@ def decisions_by_ones_own_loss():
 
 
 def a_schedule_for_the_old_number_of_steps():
-    """a schedule for the old number of steps"""
+    """a schedule for one GPU's steps"""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)  # the steps on one GPU
     for _ in range(100 // dist.get_world_size()):
