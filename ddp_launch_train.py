@@ -132,7 +132,7 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value
 def load_data(args):
     """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
 
-    With --workers, open files in __getitem__, once per os.getpid(): forked processes share a file's position.
+    With --workers, open files in __getitem__, once in each process (os.getpid()): forks share a file's position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
