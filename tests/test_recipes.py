@@ -3,12 +3,12 @@
 import argparse
 import ast
 import contextlib
+import faulthandler
 import itertools
 import os
 import re
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -60,9 +60,9 @@ def in_processes(nproc, function, folder):
     environment |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
 
     def start(rank):
-        signal.alarm(100)  # ends a process that hangs
         os.chdir(folder)
         sys.stdout = sys.stderr = Path("log").open("a", buffering=1)  # noqa: SIM115 - until the end
+        faulthandler.dump_traceback_later(100, exit=True)  # a process that hangs shows where, and ends
         sys.path.insert(0, str(folder))
         for name in [*SCRIPTS, "common"]:
             sys.modules.pop(name, None)  # import those of the folder
@@ -71,8 +71,12 @@ def in_processes(nproc, function, folder):
         function()
 
     (folder / "log").unlink(missing_ok=True)
-    torch.multiprocessing.start_processes(start, nprocs=nproc or 1, start_method="fork")
-    return subprocess.CompletedProcess(function, 0, (folder / "log").read_text(), "")
+    try:
+        torch.multiprocessing.start_processes(start, nprocs=nproc or 1, start_method="fork")
+    finally:
+        output = (folder / "log").read_text()
+        print(output)  # pytest shows it if the test fails
+    return subprocess.CompletedProcess(function, 0, output, "")
 
 
 def in_group(nproc, function, folder):
