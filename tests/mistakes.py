@@ -504,3 +504,4 @@ if __name__ == "__main__":
     both = of_all(seen)
     if dist.get_rank() == 0:
         (FOLDER / "seen.json").write_text(json.dumps({name: [one[name] for one in both] for name in seen}))
+    dist.destroy_process_group()
