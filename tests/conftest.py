@@ -1,8 +1,10 @@
 """How the tests run the scripts: as a user does, with a small network on small synthetic images, on the CPU."""
 
+import faulthandler
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # noqa: F401 - optimizers import it: here once, not in each process
+import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +25,7 @@ names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.is_available(
 ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
+torch.set_num_threads(1)  # for in_processes: forks have no other threads (TCPStore's thread is not used in them)
 os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # quick tests download nothing
 
 SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
@@ -79,6 +84,46 @@ def command(script, *flags, nproc=2, folder=ROOT):
 def run(arguments, cwd=None, **env):
     """Run a command to its end; return its output and its exit code."""
     return subprocess.run(arguments, cwd=cwd, timeout=200, env=os.environ | env, capture_output=True, text=True)
+
+
+def in_processes(nproc, function, folder):
+    """Call a function in `nproc` processes with torchrun's environment (0: in one, without it), in a folder.
+
+    They are forks of this process, which has imported PyTorch: a training takes one second, with torchrun seven.
+    If one fails, the others are ended, and the error is raised. What they print is in `log`, and returned.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they find each other
+    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{store.port}", WORLD_SIZE=f"{nproc}")
+    environment |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+
+    def start(rank):
+        os.chdir(folder)
+        sys.stdout = sys.stderr = Path("log").open("a", buffering=1)  # noqa: SIM115 - until the end
+        faulthandler.dump_traceback_later(100, exit=True)  # a process that hangs shows where, and ends
+        sys.path.insert(0, str(folder))
+        for name in [*SCRIPTS, "common"]:
+            sys.modules.pop(name, None)  # import those of the folder
+        if nproc:
+            os.environ |= environment | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
+        function()
+
+    (folder / "log").unlink(missing_ok=True)
+    try:
+        torch.multiprocessing.start_processes(start, nprocs=nproc or 1, start_method="fork")
+    finally:
+        output = (folder / "log").read_text()
+        print(output)  # pytest shows it if the test fails
+    return subprocess.CompletedProcess(function, 0, output, "")
+
+
+def train(folder, nproc, *flags, script="ddp_launch_train"):
+    """Run a copied script, with the checkpoint run.pt; return what it printed."""
+
+    def main():
+        sys.argv = [script, *SMALL, "--checkpoint", "run.pt", *flags]
+        runpy.run_path(f"{script}.py", run_name="__main__")
+
+    return in_processes(nproc, main, folder)
 
 
 def result(finished):

@@ -26,6 +26,7 @@ from conftest import (
     result,
     run,
     saved_by,
+    train,
     wait_until_gone,
 )
 
@@ -100,13 +101,19 @@ def test_after_a_fault_the_last_checkpoint_stays(script, fault, message, tmp_pat
     wait_until_gone(process_ids(finished.stdout))
 
 
-def test_another_data_set_is_refused_when_a_run_resumes(tmp_path):
+def test_another_data_set_is_refused_when_a_run_resumes(tmp_path, monkeypatch):
     images = ("(args.data_dir, args.synthetic)", '("", int(os.environ["IMAGES"]))')
-    folder = copy_script(tmp_path / "copy", "dp_train", images)
-    arguments = command("dp_train", "--checkpoint", "run.pt", folder=folder)
-    first, second, third = (run(arguments, cwd=tmp_path, IMAGES=number) for number in ("61", "73", "62"))
-    assert result(first) and ": 2 epochs are done" in third.stdout
-    assert second.returncode != 0 and "run.pt was saved with steps=5: use its flags and data" in second.stderr
+    folder = copy_script(tmp_path, "dp_train", images)
+
+    def train_on(number):
+        monkeypatch.setenv("IMAGES", number)
+        return train(folder, 0, script="dp_train")
+
+    assert result(train_on("61"))
+    with pytest.raises(Exception, match="exit code 1"):
+        train_on("73")
+    assert "run.pt was saved with steps=5: use its flags and data" in (folder / "log").read_text()
+    assert ": 2 epochs are done" in train_on("62").stdout
 
 
 @pytest.fixture

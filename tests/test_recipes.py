@@ -3,24 +3,34 @@
 import argparse
 import ast
 import contextlib
-import faulthandler
 import itertools
 import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import conftest
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - optimizers import it: here once, not in each process
 import torch.distributed as dist
-from conftest import FLOAT64, ROOT, SCRIPTS, SMALL, block, changes, command, copy_script, result, run, saved_by
+from conftest import (
+    FLOAT64,
+    ROOT,
+    SCRIPTS,
+    SMALL,
+    block,
+    changes,
+    command,
+    copy_script,
+    in_processes,
+    result,
+    run,
+    saved_by,
+    train,
+)
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -31,9 +41,6 @@ from torchvision.models.detection import anchor_utils, fcos
 
 import common
 
-# For the forks of in_processes: threads of PyTorch's own would be missing in them. (TCPStore's thread may be.)
-torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 ALIKE = dict(rtol=1e-12, atol=1e-12)  # but for rounding, in float64
 
 
@@ -49,36 +56,6 @@ def names_of(folder, script="ddp_launch_train"):
     return scope
 
 
-def in_processes(nproc, function, folder):
-    """Call a function in `nproc` processes with torchrun's environment (0: in one, without it), in a folder.
-
-    They are forks of this process, which has imported PyTorch: a training takes one second, with torchrun seven.
-    If one fails, the others are ended, and the error is raised. What they print is in `log`, and returned.
-    """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they find each other
-    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{store.port}", WORLD_SIZE=f"{nproc}")
-    environment |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-
-    def start(rank):
-        os.chdir(folder)
-        sys.stdout = sys.stderr = Path("log").open("a", buffering=1)  # noqa: SIM115 - until the end
-        faulthandler.dump_traceback_later(100, exit=True)  # a process that hangs shows where, and ends
-        sys.path.insert(0, str(folder))
-        for name in [*SCRIPTS, "common"]:
-            sys.modules.pop(name, None)  # import those of the folder
-        if nproc:
-            os.environ |= environment | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
-        function()
-
-    (folder / "log").unlink(missing_ok=True)
-    try:
-        torch.multiprocessing.start_processes(start, nprocs=nproc or 1, start_method="fork")
-    finally:
-        output = (folder / "log").read_text()
-        print(output)  # pytest shows it if the test fails
-    return subprocess.CompletedProcess(function, 0, output, "")
-
-
 def in_group(nproc, function, folder):
     """Call function(rank, world_size) in `nproc` processes that gloo connects."""
 
@@ -88,16 +65,6 @@ def in_group(nproc, function, folder):
         dist.destroy_process_group()
 
     in_processes(nproc, connected, folder)
-
-
-def train(folder, nproc, *flags, script="ddp_launch_train"):
-    """Run a copied script, with the checkpoint run.pt; return what it printed."""
-
-    def main():
-        sys.argv = [script, *SMALL, "--checkpoint", "run.pt", *flags]
-        runpy.run_path(f"{script}.py", run_name="__main__")
-
-    return in_processes(nproc, main, folder)
 
 
 def train_on(nprocs, folder, *edits, flags=()):

@@ -7,7 +7,19 @@ import sys
 
 import pytest
 import torch
-from conftest import FLOAT64, ROOT, SCRIPTS, SMALL_NET, command, copy_script, process_ids, result, run, saved_by
+from conftest import (
+    FLOAT64,
+    ROOT,
+    SCRIPTS,
+    SMALL_NET,
+    command,
+    copy_script,
+    process_ids,
+    result,
+    run,
+    saved_by,
+    train,
+)
 
 import ddp_spawn_train
 
@@ -123,8 +135,8 @@ def test_the_main_metric_decides_which_weights_are_the_best(tmp_path):
     ]
     keep = "            save_checkpoint(args, stateful, epoch, metrics)\n"
     edits.append((keep, f"{keep}            torch.save(net.state_dict(), f'epoch{{epoch}}.pt')\n"))
-    folder = copy_script(tmp_path / "copy", "dp_train", *edits)
-    assert result(run(command("dp_train", "--checkpoint", "run.pt", folder=folder), cwd=folder))["best"] == -1
+    folder = copy_script(tmp_path, "dp_train", *edits)
+    assert result(train(folder, 0, script="dp_train"))["best"] == -1
     names = "run.pt.best", "epoch1.pt", "epoch2.pt"
     best, first, second = (torch.load(folder / name)["fc.weight"] for name in names)
     assert torch.equal(best, first) and not torch.equal(best, second)
@@ -136,18 +148,16 @@ def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_r
     state["flags"]["checkpoint"] = "run.pt"
     torch.save(state | one_epoch, tmp_path / "run.pt")
     no_shared_disk = ("    # [DDP 2/8]", "    if rank > 0: args.checkpoint = '/not/there'\n    # [DDP 2/8]")
-    folder = copy_script(tmp_path / "copy", "ddp_launch_train", no_shared_disk)
-    finished = run(command("ddp_launch_train", "--checkpoint", "run.pt", nproc=3, folder=folder), cwd=tmp_path)
+    finished = train(copy_script(tmp_path, "ddp_launch_train", no_shared_disk), 3)
     assert finished.stdout.count(": 1 epochs are done") == result(finished)["world_size"] == 3
 
 
 def test_1_and_3_processes_train_and_validate_alike_on_the_same_global_batch(tmp_path):
     # 59 images are no equal shares for 3 processes: each must be validated once, none twice.
-    folder = copy_script(tmp_path / "copy", "ddp_launch_train", *FLOAT64)
+    folder = copy_script(tmp_path, "ddp_launch_train", *FLOAT64)
     weights, metrics, train_losses = [], [], []
     for nproc in 1, 3:
-        flags = ["--synthetic", "59", "--checkpoint", f"{tmp_path}/{nproc}.pt"]
-        found = result(run(command("ddp_launch_train", *flags, nproc=nproc, folder=folder)))
+        found = result(train(folder, nproc, "--synthetic", "59", "--checkpoint", f"{nproc}.pt"))
         metrics.append([found[name] for name in ("val_loss", "val_accuracy")])
         train_losses.append(found["train_loss"])
         weights.append(torch.load(tmp_path / f"{nproc}.pt", weights_only=True)["net"])
@@ -163,8 +173,9 @@ def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_ne
     total = "sum(value.double().sum().item() for value in net.state_dict().values())"
     state = f"        print('STATE', epoch, {total}, force=True)\n"
     state += "        print('VALIDATES', len(val_loader.dataset), force=True)\n"
-    folder = copy_script(tmp_path / "copy", "ddp_spawn_train", (epoch, epoch + order), (network, state + network))
-    finished = run(command("ddp_spawn_train", folder=folder))
+    finished = train(
+        copy_script(tmp_path, "ddp_launch_train", (epoch, epoch + order), (network, state + network)), 2
+    )
     assert result(finished)
     lines = [line.split() for line in sorted(re.findall(r"ORDER (.*)", finished.stdout))]  # by epoch, then by rank
     assert [line[:2] for line in lines] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
