@@ -173,9 +173,8 @@ def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_ne
     total = "sum(value.double().sum().item() for value in net.state_dict().values())"
     state = f"        print('STATE', epoch, {total}, force=True)\n"
     state += "        print('VALIDATES', len(val_loader.dataset), force=True)\n"
-    finished = train(
-        copy_script(tmp_path, "ddp_launch_train", (epoch, epoch + order), (network, state + network)), 2
-    )
+    folder = copy_script(tmp_path, "ddp_launch_train", (epoch, epoch + order), (network, state + network))
+    finished = train(folder, 2)
     assert result(finished)
     lines = [line.split() for line in sorted(re.findall(r"ORDER (.*)", finished.stdout))]  # by epoch, then by rank
     assert [line[:2] for line in lines] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
