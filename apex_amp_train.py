@@ -3,23 +3,24 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py                   # torch.amp
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04
 
-For GPUs without bfloat16 (before Ampere). If yours has it, use ddp_launch_train.py: it has the same [DDP] steps.
+This script is for GPUs without bfloat16 (before Ampere). On newer GPUs, ddp_launch_train.py uses bfloat16, which
+needs no loss scale. There, float16 is up to 1.2 times as fast with BatchNorm, but not faster with --compile.
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it
 before the optimizer's step. If the scale is too large, gradients overflow: the step is skipped and the scale is
 halved. The first scale is 65,536, so a few skipped steps are normal. (bfloat16 has float32's range: no scale.)
 
-Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32. O1 uses float16 where
-it is safe, as torch.amp does. At O2 the weights are float16, except BatchNorm's, and the optimizer updates float32
-copies of them. O3 is float16 throughout, without a scale.
+Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32 (with TF32, as PyTorch
+computes convolutions by default). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are
+float16, except BatchNorm's, and the optimizer updates float32 copies of them. O3 is float16 without a loss scale.
 """
 
-import argparse
 import json
 import math
 import os
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
 import torch.distributed as dist
@@ -39,78 +40,79 @@ except ImportError:  # Apex is not installed, or is newer than 25.04
 
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
-    # [DDP 1/8] torchrun starts this script once per GPU and tells each process which one it is.
+    # [DDP 1/9] torchrun starts this script once per GPU and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
-    # [DDP 2/8] Each process uses its own GPU. set_device makes it the default GPU, instead of GPU 0.
+    # [DDP 2/9] Each process uses its own GPU. set_device makes it the default, in place of GPU 0.
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
 
-    # Download before the processes connect. Later, a process waits for the others ten minutes at most (gloo: 30).
+    # [DDP 3/9] Connect the processes: with NCCL on GPUs, with gloo on CPUs. From here on, a process that waits for
+    # another gives up after ten minutes (gloo: thirty). Build the model later: some layers ask for the world size.
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    net = build_network(args)
+    model = build_model(args)
     args.batch_size = args.batch_size or 512 * world_size
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
-    # [DDP 3/8] Connect the processes: with NCCL on GPUs, with gloo on CPUs.
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-
-    # [DDP 4/8] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
+    # [DDP 4/9] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default pickles the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_share, **options)
     steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
 
-    net = net.to(device)
+    model = model.to(device)
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # BatchNorm over the images of all GPUs, not of each
-    optimizer = build_optimizer(args, net)
-    # [AMP 1/4] Apex patches PyTorch's functions (O1) or changes the network and the optimizer in place (O2, O3).
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm over all GPUs, not over each
+    optimizer = build_optimizer(args, model)
+    # [AMP 1/4] Apex patches PyTorch's functions (O1) or changes the model and the optimizer in place (O2, O3).
     use_apex = args.backend == "apex"
     if use_apex:
-        net, optimizer = amp.initialize(net, optimizer, opt_level=args.opt_level)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
     else:
         scaler = torch.amp.GradScaler(device.type)  # holds the loss scale
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)  # last, as Apex replaces optimizer.step
     # [AMP 2/4] Save the loss scale, too. Load it before the optimizer, whose state is of O2's float32 copies.
     amp_state = ApexState(optimizer) if use_apex else scaler
-    stateful = dict(net=net, amp=amp_state, optimizer=optimizer, scheduler=scheduler)
+    stateful = dict(model=model, amp=amp_state, optimizer=optimizer, scheduler=scheduler)
     if args.checkpoint and rank == 0:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint is refused
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network, after all changes to its layers. `ddp_net` and `net` share their weights.
-    ddp_net = DDP(net, gradient_as_bucket_view=True)  # without a copy of each gradient
+    # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights.
+    ddp_model = DDP(model, gradient_as_bucket_view=True)  # without a copy of each gradient
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
-    # [DDP 7/8] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
-    ddp_net.broadcast_buffers = False
+    # [DDP 8/9] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
+    ddp_model.broadcast_buffers = False
     if args.compile:
-        torch._dynamo.config.optimize_ddp = False  # one graph: faster, unless GPUs are connected slowly
-        ddp_net = torch.compile(ddp_net, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
+        # One graph, with the all-reduce after the backward pass: faster, unless GPUs are connected slowly.
+        torch._dynamo.config.optimize_ddp = False
+        ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Shuffle differently in each epoch. Augment with other random numbers in each epoch and process.
+        # [DDP 6/9] Shuffle differently in each epoch. Augment with other random numbers in each epoch and process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
 
-        ddp_net.train()
+        ddp_model.train()
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
-            net.zero_grad()  # not optimizer.zero_grad(): at O2, Apex's fails with gradient_as_bucket_view
-            loss, _, _ = compute_loss(args, ddp_net, batch, device, training=True)  # has [AMP 3/4]
+            model.zero_grad()  # not optimizer.zero_grad(): at O2, Apex's fails with gradient_as_bucket_view
+            loss, _, _ = compute_loss(args, ddp_model, batch, device, training=True)  # has [AMP 3/4]
             # [AMP 4/4] Scale the loss, unscale the gradients, and skip the step if they have overflowed.
             # DDP has averaged them, so they are the same in all processes: all skip the same steps.
             if use_apex:
@@ -124,7 +126,7 @@ def main(args):
                 scaler.scale(loss).backward()
                 if args.clip_grad:
                     scaler.unscale_(optimizer)  # without clipping, step() unscales
-                    nn.utils.clip_grad_norm_(net.parameters(), args.clip_grad)
+                    nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
                 scaler.step(optimizer)  # does nothing if a gradient is infinite or NaN
                 scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 steps without one
             scheduler.step()  # after a skipped step, too
@@ -136,15 +138,23 @@ def main(args):
         train_loss = loss_sum.item() / steps / world_size  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
-        # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Use `net`: `ddp_net` may
-        # communicate, so that all processes would need equally many batches. BatchNorm's statistics differ
-        # between the processes: take those of rank 0, so that all validate the same network, which is saved.
-        for buffer in net.buffers():
+        # [DDP 7/9] All processes must still have the same weights. If not, some gradients were not averaged.
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        sums = torch.stack([weight.detach().abs().sum(dtype=torch.float64) for weight in weights])
+        sums_of_all = [torch.empty_like(sums) for _ in range(world_size)]
+        dist.all_gather(sums_of_all, sums)
+        if not all(torch.allclose(sums_of_all[0], other, rtol=1e-6, equal_nan=True) for other in sums_of_all):
+            raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
+
+        # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
+        # `ddp_model`, which may communicate, it would hang if the processes have different numbers of batches.)
+        # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
+        for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, net, val_loader, device)
+        val_sums = validate(args, model, val_loader, device)
         dist.all_reduce(val_sums, op=dist.ReduceOp.SUM)
-        new = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
-        metrics = dict(new, best=max(metrics["best"], new[MAIN_METRIC]))
+        epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
+        metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit("NaN or infinite: use a smaller --lr and a new --checkpoint")
@@ -153,7 +163,7 @@ def main(args):
         if scale < 1e-3:
             raise SystemExit("the loss scale is near 0: the gradients are NaN or infinite in each step")
 
-        # [DDP 8/8] Only rank 0 saves, and it saves `net`: the names of `ddp_net`'s weights begin with "module."
+        # [DDP 9/9] Only rank 0 saves. It saves `model`: `ddp_model`'s names of the weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
@@ -171,22 +181,22 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value
 def load_data(args):
     """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
 
-    With --workers, open files in __getitem__, once in each process (os.getpid()): forks share a file's position.
+    With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
 
-def build_network(args):
-    """Return the network, on the CPU, in the memory format of its images: here, channels_last."""
-    return common.build_resnet(args.arch, args.image_size, args.pretrained)
+def build_model(args):
+    """Return the model, on the CPU. Do not freeze BatchNorm by eval(): main() calls train() in each epoch."""
+    return common.build_resnet(args.arch, args.image_size, args.pretrained)  # channels_last, as the images are
 
 
-def build_optimizer(args, net):
+def build_optimizer(args, model):
     """Return the optimizer. A resumed run takes its settings, such as weight_decay, from the checkpoint."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
     # If fused SGD skips its first step, it leaves its momentum unset. So start with zeros. (Only SGD needs this.)
-    for weight in net.parameters():
+    for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
 
@@ -205,7 +215,7 @@ def compute_loss(args, model, batch, device, training):
     see RECIPES.md.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # moves no masks or boxes
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # augments images only
     # [AMP 3/4] Compute in float16 where it is safe. Apex needs no autocast: amp.initialize() has prepared all.
     with torch.autocast(device.type, torch.float16, enabled=args.backend == "torch"):
         outputs = model(images)
@@ -213,12 +223,12 @@ def compute_loss(args, model, batch, device, training):
 
 
 @torch.no_grad()
-def validate(args, net, loader, device):
+def validate(args, model, loader, device):
     """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
-    net.eval()
+    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, net, batch, device, training=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, training=False)
         sums[0] += loss.double() * len(labels)
         sums[1] += (outputs.argmax(1) == labels).sum()
         sums[2] += len(labels)
@@ -255,7 +265,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
     """Save what a resumed run needs, and in FILE.best the weights of the best epoch so far."""
     states = {name: part.state_dict() for name, part in stateful.items()}
     if metrics[MAIN_METRIC] == metrics["best"]:
-        save_atomically(states["net"], f"{args.checkpoint}.best")
+        save_atomically(states["model"], f"{args.checkpoint}.best")
     save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
 
 
@@ -287,24 +297,24 @@ def load_checkpoint(args, stateful):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, or to download it into")
     add("--synthetic", type=int, metavar="N", help="train on N generated images instead")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
     add("--pretrained", choices=["all", "last"], help="from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
-    add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
     add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--backend", choices=["torch", "apex"], default="torch", help="torch.amp or NVIDIA Apex (default: torch)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
-    add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=0, help="data-loading processes of each loader (default: 0)")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--workers", type=int, default=0, help="processes that load data, for each DataLoader (default: 0)")
     add("--seed", type=int, default=21, help="default: 21")
-    add("--checkpoint", metavar="FILE", help="save and resume; best weights: FILE.best")
+    add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
     if "LOCAL_RANK" not in os.environ:
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
@@ -312,6 +322,8 @@ def parse_args(argv=None):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04, and no --compile")
     if args.backend == "torch" and args.opt_level != "O1":
         parser.error("--opt-level is for --backend apex")
+    if 0 in (args.synthetic, args.image_size, args.epochs, args.batch_size):
+        parser.error("--synthetic, --image-size, --epochs and --batch-size must be at least 1")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     return args
 

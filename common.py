@@ -20,7 +20,7 @@ def load_cifar10(data_dir, synthetic=None):
     """Return CIFAR-10 as (training set, test set), each of uint8 images (n, 32, 32, 3) and int64 labels (n,).
 
     If it is not in `data_dir`, one process downloads it and the others wait. torchvision checks all files' md5.
-    `synthetic`, a number, generates so many images for each set instead, coloured by class.
+    If `synthetic` is a number N, each set has N generated images instead, each with the colour of its class.
     """
     if synthetic:
         generator = torch.Generator().manual_seed(119)  # gives ten colours that differ clearly
@@ -46,8 +46,8 @@ def load_cifar10(data_dir, synthetic=None):
 def prepare(images, size, pretrained=False, augment=False):
     """Turn uint8 images (n, height, width, 3) into normalised float32 images (n, 3, size, size), on their device.
 
-    With `size` None, they keep theirs. `augment` shifts each image at random by up to 4 pixels (mirrored at the
-    border) and flips half of them.
+    If `size` is None, images keep their size. `augment` shifts each image at random by up to 4 pixels (mirrored at
+    the border), and flips half of them.
     """
     images = shift_and_flip(images) if augment else images
     mean, std = mean_and_std(bool(pretrained), images.device)
@@ -87,23 +87,23 @@ def build_resnet(arch, image_size, pretrained=None, classes=10):
     """
     norm_layer = torchvision.ops.FrozenBatchNorm2d if pretrained == "last" else nn.BatchNorm2d
     # Residual branches that start at zero help large batches (https://arxiv.org/abs/1706.02677).
-    net = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)
+    model = torchvision.models.get_model(arch, norm_layer=norm_layer, zero_init_residual=True)
     if pretrained:
         url = torchvision.models.get_model_weights(arch).DEFAULT.url
         folder, name = f"{torch.hub.get_dir()}/checkpoints", os.path.basename(url)
         try:
             if not os.path.exists(f"{folder}/{name}"):
                 with FileLock(f"{folder}/{name}.lock"):  # one process downloads, the others wait
-                    torch.hub.load_state_dict_from_url(url, progress=False, check_hash=True)
-            net.load_state_dict(torch.load(f"{folder}/{name}", map_location="cpu", weights_only=True))
+                    torch.hub.load_state_dict_from_url(url, progress=False, check_hash=True, weights_only=True)
+            model.load_state_dict(torch.load(f"{folder}/{name}", map_location="cpu", weights_only=True))
         except Exception as error:
             raise SystemExit(f"no ImageNet weights: {error}; put {url} into {folder}") from None
     elif image_size <= 64:
-        net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
-        net.maxpool = nn.Identity()
-    net.requires_grad_(pretrained != "last")
-    net.fc = nn.Linear(net.fc.in_features, classes)
-    return net.to(memory_format=torch.channels_last)
+        model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+        model.maxpool = nn.Identity()
+    model.requires_grad_(pretrained != "last")
+    model.fc = nn.Linear(model.fc.in_features, classes)
+    return model.to(memory_format=torch.channels_last)
 
 
 builtin_print = builtins.print

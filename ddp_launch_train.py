@@ -2,16 +2,16 @@
 
     torchrun --standalone --nproc-per-node=gpu ddp_launch_train.py
 
-Each process has its own GPU, its own replica of the network and its own share of every batch. DDP copies rank 0's
+Each process has its own GPU, its own replica of the model and its own share of every batch. DDP copies rank 0's
 weights to all processes once, and averages the gradients over all processes in each backward pass (an all-reduce).
 So the weights stay equal; BatchNorm's statistics do not. All processes must train for the same number of steps.
 """
 
-import argparse
 import json
 import math
 import os
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
 import torch.distributed as dist
@@ -26,71 +26,72 @@ import common
 
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
-    # [DDP 1/8] torchrun starts this script once per GPU and tells each process which one it is.
+    # [DDP 1/9] torchrun starts this script once per GPU and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
-    # [DDP 2/8] Each process uses its own GPU. set_device makes it the default GPU, instead of GPU 0.
+    # [DDP 2/9] Each process uses its own GPU. set_device makes it the default, in place of GPU 0.
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
 
-    # Download before the processes connect. Later, a process waits for the others ten minutes at most (gloo: 30).
+    # [DDP 3/9] Connect the processes: with NCCL on GPUs, with gloo on CPUs. From here on, a process that waits for
+    # another gives up after ten minutes (gloo: thirty). Build the model later: some layers ask for the world size.
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    net = build_network(args)
+    model = build_model(args)
     args.batch_size = args.batch_size or 512 * world_size
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
-    # [DDP 3/8] Connect the processes: with NCCL on GPUs, with gloo on CPUs.
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-
-    # [DDP 4/8] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
+    # [DDP 4/9] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default pickles the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_share, **options)
     steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
 
-    net = net.to(device)
+    model = model.to(device)
     if args.sync_bn:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)  # BatchNorm over the images of all GPUs, not of each
-    optimizer = build_optimizer(args, net)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm over all GPUs, not over each
+    optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
-    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
+    stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
     if args.checkpoint and rank == 0:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint is refused
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DDP 5/8] Wrap the network, after all changes to its layers. `ddp_net` and `net` share their weights.
-    ddp_net = DDP(net, gradient_as_bucket_view=True)  # without a copy of each gradient
+    # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights.
+    ddp_model = DDP(model, gradient_as_bucket_view=True)  # without a copy of each gradient
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
-    # [DDP 7/8] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
-    ddp_net.broadcast_buffers = False
+    # [DDP 8/9] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
+    ddp_model.broadcast_buffers = False
     if args.compile:
-        torch._dynamo.config.optimize_ddp = False  # one graph: faster, unless GPUs are connected slowly
-        ddp_net = torch.compile(ddp_net, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
+        # One graph, with the all-reduce after the backward pass: faster, unless GPUs are connected slowly.
+        torch._dynamo.config.optimize_ddp = False
+        ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/8] Shuffle differently in each epoch. Augment with other random numbers in each epoch and process.
+        # [DDP 6/9] Shuffle differently in each epoch. Augment with other random numbers in each epoch and process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
 
-        ddp_net.train()
+        ddp_model.train()
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             optimizer.zero_grad()
-            loss, _, _ = compute_loss(args, ddp_net, batch, device, training=True)
-            loss.backward()  # meanwhile, DDP averages the gradients over all processes
+            loss, _, _ = compute_loss(args, ddp_model, batch, device, training=True)
+            loss.backward()  # meanwhile (with --compile, at the end), DDP averages the gradients over all ranks
             optimizer.step()
             scheduler.step()
             loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
@@ -101,20 +102,28 @@ def main(args):
         train_loss = loss_sum.item() / steps / world_size  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
-        # [DDP 7/8] Each process validates its own share, and all_reduce adds up the sums. Use `net`: `ddp_net` may
-        # communicate, so that all processes would need equally many batches. BatchNorm's statistics differ
-        # between the processes: take those of rank 0, so that all validate the same network, which is saved.
-        for buffer in net.buffers():
+        # [DDP 7/9] All processes must still have the same weights. If not, some gradients were not averaged.
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        sums = torch.stack([weight.detach().abs().sum(dtype=torch.float64) for weight in weights])
+        sums_of_all = [torch.empty_like(sums) for _ in range(world_size)]
+        dist.all_gather(sums_of_all, sums)
+        if not all(torch.allclose(sums_of_all[0], other, rtol=1e-6, equal_nan=True) for other in sums_of_all):
+            raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
+
+        # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
+        # `ddp_model`, which may communicate, it would hang if the processes have different numbers of batches.)
+        # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
+        for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, net, val_loader, device)
+        val_sums = validate(args, model, val_loader, device)
         dist.all_reduce(val_sums, op=dist.ReduceOp.SUM)
-        new = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
-        metrics = dict(new, best=max(metrics["best"], new[MAIN_METRIC]))
+        epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
+        metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit("NaN or infinite: use a smaller --lr and a new --checkpoint")
 
-        # [DDP 8/8] Only rank 0 saves, and it saves `net`: the names of `ddp_net`'s weights begin with "module."
+        # [DDP 9/9] Only rank 0 saves. It saves `model`: `ddp_model`'s names of the weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
@@ -132,20 +141,20 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value
 def load_data(args):
     """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
 
-    With --workers, open files in __getitem__, once in each process (os.getpid()): forks share a file's position.
+    With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
 
-def build_network(args):
-    """Return the network, on the CPU, in the memory format of its images: here, channels_last."""
-    return common.build_resnet(args.arch, args.image_size, args.pretrained)
+def build_model(args):
+    """Return the model, on the CPU. Do not freeze BatchNorm by eval(): main() calls train() in each epoch."""
+    return common.build_resnet(args.arch, args.image_size, args.pretrained)  # channels_last, as the images are
 
 
-def build_optimizer(args, net):
+def build_optimizer(args, model):
     """Return the optimizer. A resumed run takes its settings, such as weight_decay, from the checkpoint."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    return torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
 
 
 def build_scheduler(args, optimizer, total_steps):
@@ -162,19 +171,19 @@ def compute_loss(args, model, batch, device, training):
     see RECIPES.md.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # moves no masks or boxes
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # augments images only
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
 
 
 @torch.no_grad()
-def validate(args, net, loader, device):
+def validate(args, model, loader, device):
     """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
-    net.eval()
+    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, net, batch, device, training=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, training=False)
         sums[0] += loss.double() * len(labels)
         sums[1] += (outputs.argmax(1) == labels).sum()
         sums[2] += len(labels)
@@ -194,7 +203,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
     """Save what a resumed run needs, and in FILE.best the weights of the best epoch so far."""
     states = {name: part.state_dict() for name, part in stateful.items()}
     if metrics[MAIN_METRIC] == metrics["best"]:
-        save_atomically(states["net"], f"{args.checkpoint}.best")
+        save_atomically(states["model"], f"{args.checkpoint}.best")
     save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
 
 
@@ -226,26 +235,28 @@ def load_checkpoint(args, stateful):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, or to download it into")
     add("--synthetic", type=int, metavar="N", help="train on N generated images instead")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
     add("--pretrained", choices=["all", "last"], help="from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
-    add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
-    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    add("--precision", choices=["fp32", "bf16"], default="bf16" if bf16 else "fp32", help="default: %(default)s")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
+    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"
+    add("--precision", choices=["fp32", "bf16"], default=default, help="fp32 may use TF32 (default: %(default)s)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
-    add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=0, help="data-loading processes of each loader (default: 0)")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--workers", type=int, default=0, help="processes that load data, for each DataLoader (default: 0)")
     add("--seed", type=int, default=21, help="default: 21")
-    add("--checkpoint", metavar="FILE", help="save and resume; best weights: FILE.best")
+    add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
     if "LOCAL_RANK" not in os.environ:
         parser.error(f"start this script with torchrun: torchrun --standalone --nproc-per-node=gpu {__file__}")
+    if 0 in (args.synthetic, args.image_size, args.epochs, args.batch_size):
+        parser.error("--synthetic, --image-size, --epochs and --batch-size must be at least 1")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     return args
 

@@ -2,16 +2,16 @@
 
     python dp_train.py        # on one GPU, an ordinary training loop
 
-In each forward pass, nn.DataParallel copies the network from GPU 0 to all GPUs, gives each replica a part of the
+In each forward pass, nn.DataParallel copies the model from GPU 0 to all GPUs, gives each replica a part of the
 batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all
 replicas on GPU 0. BatchNorm normalises each part by itself, and keeps the statistics of GPU 0's part only.
 """
 
-import argparse
 import json
 import math
 import os
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 import torch
 from filelock import FileLock  # installed with PyTorch
@@ -32,36 +32,36 @@ def main(args):
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
     options = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default copies the data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default pickles the data
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     val_loader = DataLoader(val_set, **options)
     steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
 
-    # [DP 1/3] Put the network on GPU 0: DataParallel copies it from there.
-    net = build_network(args).to(device)
-    optimizer = build_optimizer(args, net)
+    # [DP 1/3] Put the model on GPU 0: DataParallel copies it from there.
+    model = build_model(args).to(device)
+    optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
-    stateful = dict(net=net, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
+    stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
     if args.checkpoint:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint is refused
     epochs_done, metrics = load_checkpoint(args, stateful)
 
-    # [DP 2/3] Wrap the network, if there are several GPUs. `dp_net` and `net` share their weights.
-    dp_net = nn.DataParallel(Autocast(net, args)) if gpus > 1 else net
+    # [DP 2/3] Wrap the model, if there are several GPUs. `dp_model` and `model` share their weights.
+    dp_model = nn.DataParallel(Autocast(model, args)) if gpus > 1 else model
     if args.compile:
-        dp_net = torch.compile(dp_net, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
+        dp_model = torch.compile(dp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
     print(f"process {os.getpid()} on {gpus} GPUs: {epochs_done} epochs are done", flush=True)
     for epoch in range(epochs_done + 1, args.epochs + 1):
         common.seed_everything(args.seed, epoch)  # for shuffling and augmentation
 
-        dp_net.train()
+        dp_model.train()
         loss_sum = torch.zeros((), device=device)
         start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             optimizer.zero_grad()
-            loss, _, _ = compute_loss(args, dp_net, batch, device, training=True)
+            loss, _, _ = compute_loss(args, dp_model, batch, device, training=True)
             loss.backward()
             optimizer.step()
             scheduler.step()
@@ -72,14 +72,14 @@ def main(args):
         train_loss = loss_sum.item() / steps  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
-        val_sums = validate(args, net, val_loader, device)
-        new = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
-        metrics = dict(new, best=max(metrics["best"], new[MAIN_METRIC]))
+        val_sums = validate(args, model, val_loader, device)  # on GPU 0 alone: copying `model` would take time
+        epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
+        metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
             raise SystemExit("NaN or infinite: use a smaller --lr and a new --checkpoint")
 
-        # [DP 3/3] Save `net`: the names of `dp_net`'s weights begin with "module."
+        # [DP 3/3] Save `model`: the names of `dp_model`'s weights begin with "module."
         if args.checkpoint:
             save_checkpoint(args, stateful, epoch, metrics)
 
@@ -89,15 +89,15 @@ def main(args):
 
 
 class Autocast(nn.Module):
-    """A network with its own autocast: nn.DataParallel's threads ignore the dtype of an autocast outside."""
+    """A model with its own autocast: nn.DataParallel's threads ignore the dtype of an autocast outside."""
 
-    def __init__(self, net, args):
+    def __init__(self, model, args):
         super().__init__()
-        self.net, self.bf16 = net, args.precision == "bf16"
+        self.model, self.bf16 = model, args.precision == "bf16"
 
     def forward(self, images):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
-            return self.net(images)
+            return self.model(images)
 
 
 # ------------------------------------------------------------ Replace these in your own project
@@ -108,20 +108,20 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value
 def load_data(args):
     """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
 
-    With --workers, open files in __getitem__, once in each process (os.getpid()): forks share a file's position.
+    With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
 
-def build_network(args):
-    """Return the network, on the CPU, in the memory format of its images: here, channels_last."""
-    return common.build_resnet(args.arch, args.image_size, args.pretrained)
+def build_model(args):
+    """Return the model, on the CPU. Do not freeze BatchNorm by eval(): main() calls train() in each epoch."""
+    return common.build_resnet(args.arch, args.image_size, args.pretrained)  # channels_last, as the images are
 
 
-def build_optimizer(args, net):
+def build_optimizer(args, model):
     """Return the optimizer. A resumed run takes its settings, such as weight_decay, from the checkpoint."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
-    return torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
 
 
 def build_scheduler(args, optimizer, total_steps):
@@ -133,19 +133,19 @@ def build_scheduler(args, optimizer, total_steps):
 def compute_loss(args, model, batch, device, training):
     """Return the mean loss of a batch, the outputs (n, classes) and the labels (n)."""
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # moves no masks or boxes
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # augments images only
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
 
 
 @torch.no_grad()
-def validate(args, net, loader, device):
+def validate(args, model, loader, device):
     """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
-    net.eval()
+    model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, net, batch, device, training=False)
+        loss, outputs, labels = compute_loss(args, model, batch, device, training=False)
         sums[0] += loss.double() * len(labels)
         sums[1] += (outputs.argmax(1) == labels).sum()
         sums[2] += len(labels)
@@ -165,7 +165,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
     """Save what a resumed run needs, and in FILE.best the weights of the best epoch so far."""
     states = {name: part.state_dict() for name, part in stateful.items()}
     if metrics[MAIN_METRIC] == metrics["best"]:
-        save_atomically(states["net"], f"{args.checkpoint}.best")
+        save_atomically(states["model"], f"{args.checkpoint}.best")
     save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
 
 
@@ -191,27 +191,29 @@ def load_checkpoint(args, stateful):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data-dir", default="data", help="folder with CIFAR-10; downloaded if missing (default: data)")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, or to download it into")
     add("--synthetic", type=int, metavar="N", help="train on N generated images instead")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
     add("--pretrained", choices=["all", "last"], help="from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
-    add("--lr", type=float, help="peak learning rate (default: 0.4 per 512 images, at most 1.6)")
-    bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    add("--precision", choices=["fp32", "bf16"], default="bf16" if bf16 else "fp32", help="default: %(default)s")
-    add("--compile", action="store_true", help="compile the network with torch.compile")
-    add("--workers", type=int, default=0, help="data-loading processes of each loader (default: 0)")
+    add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
+    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"
+    add("--precision", choices=["fp32", "bf16"], default=default, help="fp32 may use TF32 (default: %(default)s)")
+    add("--compile", action="store_true", help="compile the model with torch.compile")
+    add("--workers", type=int, default=0, help="processes that load data, for each DataLoader (default: 0)")
     add("--seed", type=int, default=21, help="default: 21")
-    add("--checkpoint", metavar="FILE", help="save and resume; best weights: FILE.best")
+    add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.compile and torch.cuda.device_count() > 1:
         parser.error("--compile is for one GPU: choose it with CUDA_VISIBLE_DEVICES=0")
+    if 0 in (args.synthetic, args.image_size, args.epochs, args.batch_size):
+        parser.error("--synthetic, --image-size, --epochs and --batch-size must be at least 1")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     return args
 
