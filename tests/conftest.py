@@ -1,7 +1,8 @@
-"""How the tests run the scripts: as a user does, with a small network on small synthetic images, on the CPU."""
+"""How the tests run the scripts: as a user does, with a small model on small synthetic images, on the CPU."""
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -14,61 +15,66 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 - optimizers import it: here once, not in each process
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 600  # seconds that a run may take. Only a run that hangs takes as long, also on a busy machine.
 # On the CPU, unless a test passes ALL_GPUS to run(). The processes of pytest-xdist inherit both variables.
 names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
 names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.is_available() else "")
 ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
-torch.set_num_threads(1)  # for in_processes: forks have no other threads (TCPStore's thread is not used in them)
 os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # quick tests download nothing
+# in_processes() starts processes by fork from a server that has no threads and has imported these.
+multiprocessing.set_forkserver_preload(["pytest", "torch._dynamo", "torchvision", "torchmetrics"])
 
 SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
 SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()
 # 5 steps in an epoch: a smaller last batch is dropped.
 
-# Changes for copy_script. To print the loss of each step:
+# Edits for copy_script. To print the loss of each step:
 EACH_STEP = ("if step % 20 == 0:", "if True:")
-# A network in float64 without BatchNorm, and no augmentation: then the number of processes changes rounding only.
+# A model in float64 without BatchNorm, and no augmentation: then the number of processes changes rounding only.
 RESNET = "common.build_resnet(args.arch, args.image_size, args.pretrained)"
 FLOAT64 = [
     (RESNET, "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 10)).double()"),
     ("args.pretrained, augment=training)", "args.pretrained).double()"),
     ("outputs.float()", "outputs"),
 ]
-# For float16, in which a step of the ResNet takes seconds on the CPU.
-SMALL_NET = (
+# Where the model does not matter, for a ResNet takes a second to be made. In float16, a step of it takes seconds.
+SMALL_MODEL = (
     RESNET,
     "nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 10))",
 )
 
 
-def copy_script(folder, script, *changes):
-    """Copy a script and common.py, nothing else, into a folder. A change is (old text, new text)."""
+def edited(text, *edits):
+    """Return a text after some edits, each (old text, new text). The old text must be there once."""
+    for old, new in edits:
+        assert text.count(old) == 1, f"{text.count(old)} times: {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def copy_script(folder, script, *edits):
+    """Copy a script and common.py, nothing else, into a folder, and edit the script."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "common.py", folder)
-    text = (ROOT / f"{script}.py").read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, f"{text.count(old)} times in {script}: {old}"
-        text = text.replace(old, new)
-    (folder / f"{script}.py").write_text(text)
+    (folder / f"{script}.py").write_text(edited((ROOT / f"{script}.py").read_text(), *edits))
     return folder
 
 
-def changes(*diffs):
-    """Return diffs of RECIPES.md as changes for copy_script. Lines with "..." part the changes."""
+def edits_of(*diffs):
+    """Return diffs of the pages as edits. Lines with "..." part them."""
     hunks = [hunk for diff in diffs for hunk in re.split(r"(?m)^\.\.\.\n", diff)]
     return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
 
 
 def block(name):
-    """Return the code after the comment `<!-- test: NAME -->` in README.md or RECIPES.md."""
-    pages = "".join((ROOT / page).read_text() for page in ("README.md", "RECIPES.md"))
+    """Return the code after the comment `<!-- test: NAME -->` in one of the pages."""
+    pages = "".join(page.read_text() for page in sorted(ROOT.glob("*.md")))
     [code] = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", pages, re.S)
     return code
 
@@ -83,47 +89,66 @@ def command(script, *flags, nproc=2, folder=ROOT):
 
 def run(arguments, cwd=None, **env):
     """Run a command to its end; return its output and its exit code."""
-    return subprocess.run(arguments, cwd=cwd, timeout=200, env=os.environ | env, capture_output=True, text=True)
+    return subprocess.run(arguments, cwd=cwd, timeout=LIMIT, env=os.environ | env, capture_output=True, text=True)
 
 
-def in_processes(nproc, function, folder):
-    """Call a function in `nproc` processes with torchrun's environment (0: in one, without it), in a folder.
+def in_processes(nproc, folder, program, *argv, **env):
+    """Run a Python file in `nproc` processes with torchrun's environment (0: in one, without it), in a folder.
 
-    They are forks of this process, which has imported PyTorch: a training takes one second, with torchrun seven.
-    If one fails, the others are ended, and the error is raised. What they print is in `log`, and returned.
+    This takes a tenth of a second, and torchrun some seconds. Return what it printed (also to stderr), and whether
+    it failed, as run() does.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they find each other
-    environment = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{store.port}", WORLD_SIZE=f"{nproc}")
-    environment |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-
-    def start(rank):
-        os.chdir(folder)
-        sys.stdout = sys.stderr = Path("log").open("a", buffering=1)  # noqa: SIM115 - until the end
-        faulthandler.dump_traceback_later(100, exit=True)  # a process that hangs shows where, and ends
-        sys.path.insert(0, str(folder))
-        for name in [*SCRIPTS, "common"]:
-            sys.modules.pop(name, None)  # import those of the folder
-        if nproc:
-            os.environ |= environment | dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
-        function()
-
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").unlink(missing_ok=True)
+    if nproc:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where they find each other
+        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{store.port}", WORLD_SIZE=f"{nproc}")
+        env |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    failure, arguments = "", (bool(nproc), folder, program, argv, env)
     try:
-        torch.multiprocessing.start_processes(start, nprocs=nproc or 1, start_method="fork")
-    finally:
-        output = (folder / "log").read_text()
-        print(output)  # pytest shows it if the test fails
-    return subprocess.CompletedProcess(function, 0, output, "")
+        torch.multiprocessing.start_processes(run_program, arguments, nproc or 1, start_method="forkserver")
+    except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
+        failure = str(error)
+    output = (folder / "log").read_text() + failure
+    print(output)  # pytest shows it if the test fails
+    return subprocess.CompletedProcess(program, bool(failure), output, output)
 
 
-def train(folder, nproc, *flags, script="ddp_launch_train"):
-    """Run a copied script, with the checkpoint run.pt; return what it printed."""
+def run_program(rank, has_ranks, folder, program, argv, env):
+    """Run a Python file as a process of in_processes()."""
+    os.chdir(folder)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for output in (1, 2):
+        os.dup2(log, output)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.dump_traceback_later(LIMIT, exit=True)  # a process that hangs shows where, and ends
+    os.environ |= (dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}") if has_ranks else {}) | env
+    sys.argv, sys.path[0:0] = [str(program), *argv], [str(folder)]
+    runpy.run_path(str(program), run_name="__main__")
 
-    def main():
-        sys.argv = [script, *SMALL, "--checkpoint", "run.pt", *flags]
-        runpy.run_path(f"{script}.py", run_name="__main__")
 
-    return in_processes(nproc, main, folder)
+GROUP = """
+import os, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+"""
+
+
+def in_group(nproc, folder, code):
+    """Run code in `nproc` processes that gloo connects; return what it printed. It must not fail."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "program.py").write_text(f"{GROUP}{code}\ndist.destroy_process_group()\n")
+    finished = in_processes(nproc, folder, "program.py")
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def train(folder, nproc, *flags, script="ddp_launch_train", **env):
+    """Run a copied script in processes, with the checkpoint run.pt."""
+    return in_processes(nproc, folder, f"{script}.py", *SMALL, "--checkpoint", "run.pt", *flags, **env)
 
 
 def result(finished):
@@ -145,10 +170,16 @@ def process_ids(output):
     return [int(pid) for _, pid in sorted(re.findall(r"(rank \d+: |)process (\d+) on", output))]
 
 
-def wait_until_gone(pids, seconds=20):
-    """Fail unless every process ends within the time."""
+def processes_of(pid):
+    """Return the ids of a process and of all that it and they have started."""
+    children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    return [pid, *(one for child in children for one in processes_of(int(child)))]
+
+
+def wait_until_gone(pids):
+    """Fail unless every process ends."""
     assert pids
-    end = time.monotonic() + seconds
+    end = time.monotonic() + LIMIT
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]:  # a process that has ended has none
         assert time.monotonic() < end, f"still running: {left}"
         time.sleep(0.05)
