@@ -1,0 +1,118 @@
+"""[DDP 7/9] ends a run whose processes have different weights after an epoch, before it saves them, and no other run.
+
+Each case replaces lines of ddp_launch_train.py. One start of two processes trains all cases, one after the other.
+"""
+
+import json
+import re
+
+import pytest
+from conftest import SMALL, SMALL_MODEL, copy_script, in_processes
+
+CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
+WRAP, WRAPPED = "    # [DDP 5/9]", "    ddp_model.broadcast_buffers = False"
+OPTIMIZER, OUTPUTS = "    return torch.optim.SGD(model.parameters()", "outputs.float(), labels)"
+SAVE = "            save_checkpoint(args, stateful, epoch, metrics)"
+
+DIFFERENT = {
+    "training with model": {CALL: "(args, model, batch"},
+    "training the last layer alone with model": {
+        CALL: "(args, model, batch",
+        WRAP: f"    model[:4].requires_grad_(False)\n{WRAP}",
+    },
+    "DDP(model)(images) in the loop": {CALL: "(args, DDP(model), batch"},
+    "a method other than forward": {CALL: "(args, lambda images: ddp_model.module.forward(images), batch"},
+    "two backward calls": {BACKWARD: "loss.backward(retain_graph=True); loss.backward()"},
+    "gradients from torch.autograd.grad": {
+        BACKWARD: """for weight in model.parameters():
+                weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"""
+    },
+    "a model that is converted and converted back": {WRAPPED: f"{WRAPPED}\n    model.double(); model.float()"},
+    "a layer that is unfrozen after wrapping": {
+        WRAP: f"    model[0].requires_grad_(False)\n{WRAP}",
+        WRAPPED: f"{WRAPPED}\n    model[0].requires_grad_(True)",
+    },
+    "a weight outside of the model": {
+        OPTIMIZER: """    args.scale = nn.Parameter(torch.ones(10))
+    return torch.optim.SGD([*model.parameters(), args.scale]""",
+        OUTPUTS: "outputs.float() * args.scale, labels)",
+    },
+    "a learning rate of each rank": {STEP: "optimizer.param_groups[0]['lr'] = loss.item() / 100; optimizer.step()"},
+    "other ranks that take the else": {
+        SAVE: f"{SAVE}\n        else:\n            optimizer.param_groups[0]['max_lr'] /= 4",
+    },
+    "an incomplete last group under no_sync": {
+        "optimizer.zero_grad()": """if step % 2:
+                optimizer.zero_grad()
+            ddp_model.require_backward_grad_sync = step % 2 == 0  # as no_sync() does""",
+        STEP: "if step % 2 == 0 or step == steps: optimizer.step()",
+    },
+    "a step in a post-accumulate hook": {
+        WRAPPED: f"""{WRAPPED}
+    def update(weight):
+        weight.data.sub_(weight.grad, alpha=0.01)
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(update)""",
+        STEP: "pass",
+    },
+}
+NOISE = "1 + rank * 1e-7 * torch.randn_like(weight)"  # float32 has a precision of 1.2e-7
+EQUAL = {
+    "the script as it is": {},
+    "frozen layers": {WRAP: f"    model[0].requires_grad_(False)\n{WRAP}"},
+    "clipped gradients": {STEP: f"nn.utils.clip_grad_norm_(model.parameters(), 0.1); {STEP}"},
+    "GPUs that round differently": {STEP: f"{STEP}; [weight.data.mul_({NOISE}) for weight in model.parameters()]"},
+}
+NAN = {"weights that are NaN": {BACKWARD: "(loss * math.nan).backward()"}}
+
+PROGRAM = f"""
+import json, os, runpy, sys, traceback
+import torch.distributed as dist
+dist.init_process_group("gloo")
+end_group, ends = dist.destroy_process_group, {{}}
+dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # one group for all cases
+for case in sorted(os.listdir("cases")):
+    sys.argv = ["ddp_launch_train.py", *{SMALL}, "--checkpoint", f"cases/{{case}}/run.pt"]
+    try:
+        runpy.run_path(f"cases/{{case}}/ddp_launch_train.py", run_name="__main__")
+        ends[case] = "well"
+    except SystemExit as end:
+        ends[case] = str(end)
+    except Exception:
+        ends[case] = traceback.format_exc()
+json.dump(ends, open(f"ends{{os.environ['RANK']}}.json", "w"))
+end_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Return the folder of all cases and, for each of the two ranks, how each case ended."""
+    folder = tmp_path_factory.mktemp("weights")
+    for case, edits in (DIFFERENT | EQUAL | NAN).items():
+        copy_script(folder / "cases" / case, "ddp_launch_train", SMALL_MODEL, *edits.items())
+    (folder / "program.py").write_text(PROGRAM)
+    assert in_processes(2, copy_script(folder, "dp_train"), "program.py").returncode == 0
+    return folder / "cases", [json.loads((folder / f"ends{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_weights_end_the_run_on_all_ranks_and_are_not_saved(case, ends):
+    folder, (of_rank_0, of_rank_1) = ends
+    epoch = 2 if "else" in case else 1  # the others differ from the first epoch on
+    sentence = f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md"
+    assert [of_rank_0[case], of_rank_1[case]] == [sentence] * 2
+    assert (folder / case / "run.pt").exists() == (epoch == 2)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_equal_weights_do_not_end_the_run(case, ends):
+    folder, (of_rank_0, of_rank_1) = ends
+    assert of_rank_0[case] == of_rank_1[case] == "well" and (folder / case / "run.pt").exists()
+
+
+@pytest.mark.parametrize("case", NAN)
+def test_weights_that_are_nan_on_all_ranks_have_a_sentence_of_their_own(case, ends):
+    folder, of_ranks = ends
+    assert all(re.match("NaN or infinite", of_rank[case]) for of_rank in of_ranks)
+    assert not (folder / case / "run.pt").exists()
