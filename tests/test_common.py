@@ -1,7 +1,8 @@
-"""common.py: the data, its augmentation, the network, printing."""
+"""common.py: the data, its augmentation, the model, printing, seeding."""
 
 import os
 import pickle
+import random
 import sys
 import time
 import traceback
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torchvision
 from torchvision.datasets import CIFAR10
+from torchvision.transforms.v2 import functional
 
 import common
 
@@ -38,20 +40,36 @@ def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
 
 
 def test_pretrained_weights_are_loaded_to_train_all_layers_or_the_last_one(tmp_path, monkeypatch):
-    source = torchvision.models.resnet18().state_dict()
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(source, tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
+    source, downloads = torchvision.models.resnet18().state_dict(), []
+    path = tmp_path / "checkpoints" / "resnet18-f37072fd.pth"
+    path.parent.mkdir()
+
+    def download(url, **options):
+        downloads.append(options)
+        torch.save(source, path)
+
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
     for pretrained, layers, statistics in ("all", 62, True), ("last", 2, False):
-        net = common.build_resnet("resnet18", 32, pretrained, classes=12).train()
-        assert torch.equal(net.conv1.weight, source["conv1.weight"]) and net.fc.weight.shape[0] == 12
-        assert sum(weight.requires_grad for weight in net.parameters()) == layers and net.fc.weight.requires_grad
-        before = net.bn1.running_mean.clone()
-        net(torch.randn(4, 3, 32, 32))
-        assert torch.equal(net.bn1.running_mean, before) != statistics  # frozen BatchNorm keeps its statistics
+        model = common.build_resnet("resnet18", 32, pretrained, classes=12).train()
+        assert torch.equal(model.conv1.weight, source["conv1.weight"]) and model.fc.weight.shape[0] == 12
+        assert sum(weight.requires_grad for weight in model.parameters()) == layers
+        assert model.fc.weight.requires_grad
+        before = model.bn1.running_mean.clone()
+        model(torch.randn(4, 3, 32, 32))
+        assert torch.equal(model.bn1.running_mean, before) != statistics  # frozen BatchNorm keeps its statistics
+    assert downloads == [dict(progress=False, check_hash=True, weights_only=True)]  # once
 
 
-def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():
+def test_a_model_for_small_images_keeps_their_size_and_starts_with_residual_branches_of_zero():
+    small, large = (common.build_resnet("resnet18", size) for size in (64, 65))
+    images = torch.randn(2, 3, 64, 64)
+    assert [model.maxpool(model.conv1(images)).shape[-1] for model in (small, large)] == [64, 16]
+    assert small.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not small.layer1[0].bn2.weight.any()
+
+
+def test_prepare_shifts_and_flips_each_image_on_its_own():
     # The same picture 500 times; its pixels hold their row and column. Each result must be one of 162 pictures.
     picture = np.stack(np.meshgrid(np.arange(20), np.arange(40), [0], indexing="ij"), 3)[:, :, 0].astype(np.uint8)
     pad = np.pad(picture, ((4, 4), (4, 4), (0, 0)), mode="reflect")
@@ -63,8 +81,20 @@ def test_prepare_normalises_and_shifts_and_flips_each_image_on_its_own():
     assert len(possible) == 162 and seen <= possible and len(seen) > 140
     torch.manual_seed(0)
     assert torch.equal(common.prepare(images, 32, augment=True), common.prepare(shifted, 32))
-    square, (mean, std) = images[:, :, :20], torch.tensor([[0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]])
-    torch.testing.assert_close(common.prepare(square, 20), ((square / 255 - mean) / std).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("pretrained", [None, "all"])
+def test_prepare_resizes_and_normalises_as_torchvision_does(pretrained):
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training set
+    if pretrained:
+        preset = torchvision.models.ResNet50_Weights.DEFAULT.transforms()
+        mean, std = preset.mean, preset.std
+    images = torch.randint(256, (3, 20, 24, 3), dtype=torch.uint8)
+    expected = images.permute(0, 3, 1, 2) / 255
+    for size in None, 32, 8:
+        resized = functional.resize(expected, [size, size], antialias=True) if size else expected
+        expected_now = functional.normalize(resized, mean, std)
+        torch.testing.assert_close(common.prepare(images, size, pretrained), expected_now, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
@@ -76,3 +106,14 @@ def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
     print("forced", "too", sep=", ", force=True)
     traceback.print_exc()  # it calls print(..., file=sys.stderr)
     assert capsys.readouterr() == ("forced, too\n", "NoneType: None\n")
+
+
+def test_a_seed_an_epoch_and_a_rank_give_python_numpy_and_pytorch_numbers_of_their_own():
+    def draw(*numbers):
+        common.seed_everything(*numbers)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    keys = [(seed, epoch, rank) for seed in (0, 1) for epoch in (0, 1) for rank in (0, 1)]
+    draws = [draw(*key) for key in keys]
+    assert draws == [draw(*key) for key in keys] and draw(1) == draw(1, 0, 0)
+    assert all(len(set(column)) == len(keys) for column in zip(*draws))

@@ -1,28 +1,24 @@
-"""What breaks a run: Ctrl-C, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
+"""What breaks a run: Ctrl-C, kills, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
 
-import argparse
-import contextlib
-import importlib
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import (
     ALL_GPUS,
     GPUS,
     SCRIPTS,
-    SMALL,
+    SMALL_MODEL,
     command,
     copy_script,
+    in_processes,
     process_ids,
+    processes_of,
     result,
     run,
     saved_by,
@@ -31,60 +27,96 @@ from conftest import (
 )
 
 
-def processes_of(pid):
-    """Return the ids of a process and of all that it and they have started."""
-    children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
-    return [pid, *(one for child in children for one in processes_of(int(child)))]
+def addresses_of(pids):
+    """Return the addresses, as in /proc/net/tcp, at which some processes listen for connections."""
+    sockets = set()
+    for pid in pids:
+        for file in os.scandir(f"/proc/{pid}/fd"):
+            sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(file.path)))
+    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    rows = [line.split() for line in lines.splitlines()]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
 
-@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
-@pytest.mark.parametrize(("device", "sent"), [("cpu", "SIGINT"), ("cuda", "SIGINT"), ("cuda", "SIGKILL")])
-def test_ctrl_c_or_a_killed_process_ends_all_and_spawn_listens_on_loopback(script, device, sent, start, tmp_path):
+SIGNALS = [
+    ("ddp_launch_train", "cpu", "Ctrl-C"),
+    ("ddp_spawn_train", "cpu", "Ctrl-C"),
+    ("ddp_spawn_train", "cpu", "SIGINT to the parent"),
+    ("ddp_launch_train", "cuda", "Ctrl-C"),
+    ("ddp_spawn_train", "cuda", "Ctrl-C"),
+    ("ddp_launch_train", "cuda", "SIGKILL"),
+    ("ddp_spawn_train", "cuda", "SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("script", "device", "sent"), SIGNALS)
+def test_a_signal_ends_all_processes_and_spawn_listens_on_loopback(script, device, sent, start, tmp_path):
     if device == "cuda" and GPUS < 2:
         pytest.skip("needs two GPUs")
-    flags = ["--epochs", "1000", "--workers", "1", "--checkpoint", f"{tmp_path}/run.pt"]
-    process, log = start(command(script, *flags), "epoch 2 train_loss", **ALL_GPUS if device == "cuda" else {})
-    pids = processes_of(process.pid)
-    assert len(pids) >= 3  # the launcher and two processes, and now and then those that load data
-    if script == "ddp_spawn_train" and shutil.which("ss"):
-        lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
-        own = [line.split()[3] for line in lines if any(f"pid={pid}," in line for pid in pids)]
-        assert {address.rpartition(":")[0] for address in own} == {"127.0.0.1"}
-    if sent == "SIGINT":
+    folder = copy_script(tmp_path / "copy", script, SMALL_MODEL)
+    flags = ["--epochs", "100000", "--workers", "1", "--checkpoint", f"{tmp_path}/run.pt"]
+    arguments = command(script, *flags, folder=folder)
+    process, log = start(arguments, "epoch 2 train_loss", **ALL_GPUS if device == "cuda" else {})
+    pids = [process.pid, *process_ids(log.read_text())]
+    if script == "ddp_spawn_train":
+        assert addresses_of(pids[1:]) == {"0100007F"}  # 127.0.0.1
+    if sent == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)  # what a terminal sends
-    else:
-        pids = [process.pid, *process_ids(log.read_text())]  # a data-loading process may live longer
+    elif sent == "SIGKILL":
         os.kill(pids[2], signal.SIGKILL)  # rank 1
-    assert process.wait(timeout=60) != 0
+    else:
+        os.kill(process.pid, signal.SIGINT)  # what the stop button of an IDE may send
+    assert process.wait() != 0
     wait_until_gone(pids)
     torch.load(tmp_path / "run.pt", "cpu", weights_only=True)
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_whose_parent_is_killed_while_they_import_pytorch_end(sent, start, tmp_path):
+    wait = "import json\nimport os, time\nprint('IMPORTS', os.getpid(), flush=True)\n"
+    wait += "while __name__ != '__main__' and not os.path.exists('go on'):\n    time.sleep(0.01)\n"
+    folder = copy_script(tmp_path / "copy", "ddp_spawn_train", SMALL_MODEL, ("import json\n", wait))
+    process, log = start(command("ddp_spawn_train", folder=folder), r"(IMPORTS[^I]*){3}", cwd=folder)
+    pids = [int(pid) for pid in re.findall(r"IMPORTS (\d+)", log.read_text())]
+    os.kill(process.pid, sent)
+    process.wait()
+    (folder / "go on").touch()
+    wait_until_gone(pids)
+    assert "epochs are done" not in log.read_text()
+
+
+def test_an_error_while_one_rank_loads_its_data_ends_all(tmp_path):
+    load = "    train_set, val_set = load_data(args)\n"
+    error = f"    if rank == 1: raise OSError('no such disk')\n{load}"
+    finished = train(copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, (load, error)), 3)
+    assert finished.returncode != 0 and "no such disk" in finished.stdout and "RESULT" not in finished.stdout
+
+
 def test_a_second_run_on_a_checkpoint_is_refused_until_the_first_has_ended(start, tmp_path):
     short = ("timeout=30", "timeout=3")  # seconds
-    folder = copy_script(tmp_path / "copy", "ddp_launch_train", short)
-    flags = ["--workers", "1", "--epochs", "1000", "--checkpoint", f"{tmp_path}/run.pt"]
-    arguments = command("ddp_launch_train", *flags, nproc=1, folder=folder)
-    process, log = start(arguments, "epoch 1 train_loss")
-    pids = processes_of(process.pid)
-    os.kill(pids[0], signal.SIGKILL)  # torchrun; its processes train on
-    second = run(arguments)
-    assert second.returncode != 0 and "run.pt.lock' could not be acquired" in second.stderr
+    folder = copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, short)
+    flags = ["--workers", "1", "--epochs", "100000", "--checkpoint", "run.pt"]
+    process, log = start(command("ddp_launch_train", *flags, nproc=1, folder=folder), "epoch 1 train", cwd=folder)
+    [rank_0] = process_ids(log.read_text())
+    os.kill(process.pid, signal.SIGKILL)  # torchrun; its process trains on
+    second = train(folder, 1)
+    assert second.returncode != 0 and "run.pt.lock' could not be acquired" in second.stdout
     epochs = log.read_text().count("train_loss")
     while log.read_text().count("train_loss") == epochs:  # the first run trains on, unharmed
+        assert os.path.exists(f"/proc/{rank_0}/exe"), log.read_text()
         time.sleep(0.05)
-    os.kill(process_ids(log.read_text())[0], signal.SIGKILL)  # its data-loading processes may live on for seconds
-    third, _ = start(command("ddp_launch_train", *flags, nproc=1), r": [1-9]\d* epochs are done")
-    for pid in [*pids[1:], *processes_of(third.pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    os.kill(rank_0, signal.SIGKILL)  # its workers may live on for seconds
+    wait_until_gone([rank_0])
+    done = torch.load(folder / "run.pt", weights_only=True)["epoch"]
+    third = train(folder, 1, *flags, "--epochs", str(done), "--workers", "1")
+    assert "with epochs=100000: use its flags" in third.stdout  # it has the lock, and reads the checkpoint
 
 
 # Each fault strikes in the second epoch; the third in the last step, so that the loss of the epoch is finite.
 ERRORS = [
-    ("ddp_spawn_train", "loss = loss / 0", "NaN or infinite: use a smaller --lr"),
-    ("dp_train", "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**20, 2**20))", "too large|iostream error"),
-    ("ddp_launch_train", "if step == steps: net.fc.weight.data[0, 0] = math.nan", "NaN or infinite"),
+    ("ddp_launch_train", "loss = loss / 0", "NaN or infinite: use a smaller --lr"),
+    ("dp_train", "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (8192,) * 2)", "large|failed|iostream"),
+    ("ddp_launch_train", "if step == steps: model[4].weight.data[0, 0] = math.nan", "NaN or infinite"),
     ("dp_train", "optimizer.param_groups[0]['lr'] = common.np.float64(0.01)", "Weights only load failed"),
 ]
 
@@ -92,122 +124,82 @@ ERRORS = [
 @pytest.mark.parametrize(("script", "fault", "message"), ERRORS)
 def test_after_a_fault_the_last_checkpoint_stays(script, fault, message, tmp_path):
     line, in_epoch_2 = "            scheduler.step()\n", "            if epoch == 2:\n                "
-    folder = copy_script(tmp_path / "copy", script, (line, f"{line}{in_epoch_2}{fault}\n"))
-    finished = run(command(script, "--checkpoint", "run.pt", folder=folder), cwd=tmp_path)
+    folder = copy_script(tmp_path, script, SMALL_MODEL, (line, f"{line}{in_epoch_2}{fault}\n"))
+    finished = train(folder, 0 if script == "dp_train" else 2, script=script)
     assert finished.returncode != 0 and "RESULT" not in finished.stdout
-    assert re.search(message, finished.stderr), finished.stderr
+    assert re.search(message, finished.stdout)
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
     torch.load(tmp_path / "run.pt.best", weights_only=True)
-    wait_until_gone(process_ids(finished.stdout))
 
 
-def test_another_data_set_is_refused_when_a_run_resumes(tmp_path, monkeypatch):
+def test_another_dataset_is_refused_when_a_run_resumes(tmp_path):
     images = ("(args.data_dir, args.synthetic)", '("", int(os.environ["IMAGES"]))')
-    folder = copy_script(tmp_path, "dp_train", images)
-
-    def train_on(number):
-        monkeypatch.setenv("IMAGES", number)
-        return train(folder, 0, script="dp_train")
-
-    assert result(train_on("61"))
-    with pytest.raises(Exception, match="exit code 1"):
-        train_on("73")
-    assert "run.pt was saved with steps=5: use its flags and data" in (folder / "log").read_text()
-    assert ": 2 epochs are done" in train_on("62").stdout
+    folder = copy_script(tmp_path, "dp_train", SMALL_MODEL, images)
+    assert result(train(folder, 0, script="dp_train", IMAGES="61"))
+    refused = train(folder, 0, script="dp_train", IMAGES="73")
+    assert "run.pt was saved with steps=5: use its flags and data" in refused.stdout and refused.returncode != 0
+    assert ": 2 epochs are done" in train(folder, 0, script="dp_train", IMAGES="62").stdout
 
 
-@pytest.fixture
-def refused(monkeypatch, capsys, tmp_path):
-    """Return a function that runs a script's main() with flags, as rank 0 of two, and returns what it says."""
-    monkeypatch.setattr("builtins.print", print)  # setup_for_distributed replaces it
-    monkeypatch.chdir(tmp_path)
-
-    def main(script, *flags, launcher=True, small=SMALL, code=1):
-        for name, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2).items():
-            monkeypatch.setenv(name, str(value)) if launcher else monkeypatch.delenv(name, raising=False)
-        module = importlib.import_module(script)
-        with pytest.raises(SystemExit) as error:
-            args = module.parse_args([*small, *flags])
-            module.main(*([0, 2, "folder"] if script == "ddp_spawn_train" else []), args)
-        assert bool(error.value.code) == bool(code)
-        return f"{error.value} {' '.join(capsys.readouterr())}"
-
-    return main
+def test_a_checkpoint_is_not_unpickled(tmp_path):
+    copy_script(tmp_path, "dp_train", SMALL_MODEL)
+    (tmp_path / "run.pt").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
+    finished = train(tmp_path, 0, script="dp_train")
+    assert "Weights only load failed" in finished.stdout and not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_what_a_user_gets_wrong_is_said_in_one_sentence(script, refused):
+def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, capsys):
+    module = __import__(script)
     torchrun = script in ("ddp_launch_train", "apex_amp_train")
+
+    def said(*flags, launcher=torchrun):
+        monkeypatch.setenv("LOCAL_RANK", "0") if launcher else monkeypatch.delenv("LOCAL_RANK", raising=False)
+        with pytest.raises(SystemExit):
+            module.parse_args(flags)
+        return "".join(capsys.readouterr())
+
     start = "with torchrun: torchrun --standalone" if torchrun else "without torchrun: python"
-    assert f"start this script {start}" in refused(script, launcher=not torchrun)
-    assert "peak learning rate" in refused(script, "--help", launcher=not torchrun, code=0)
+    assert f"start this script {start}" in said(launcher=not torchrun)
+    assert "peak learning rate" in said("--help")
     sentences = {
         "--epochs many": "argument --epochs: invalid int value: 'many'",
         "--color red": "unrecognized arguments: --color",
-        "--batch-size 62": "--batch-size must be at most 61",
+        "--check run.pt": "unrecognized arguments: --check",  # no abbreviations
     }
-    if script != "dp_train":
-        sentences |= {"--batch-size 13": "divisible by 2 processes"}
+    for flag in "--synthetic", "--image-size", "--epochs", "--batch-size":
+        sentences[f"{flag} 0"] = "must be at least 1"
     if script == "apex_amp_train":
         sentences |= {"--backend apex": "needs a GPU, NVIDIA Apex", "--opt-level O2": "is for --backend apex"}
     for flags, sentence in sentences.items():
-        assert sentence in refused(script, *flags.split(), launcher=torchrun)
+        assert sentence in said(*flags.split())
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_default_batch_is_512_images_for_each_process(script, refused):
-    torchrun = script in ("ddp_launch_train", "apex_amp_train")
-    number = SMALL.index("--batch-size")
-    without = SMALL[:number] + SMALL[number + 2 :]
-    too_few = str(511 if script == "dp_train" else 2 * 512 - 1)
-    said = refused(script, "--synthetic", too_few, launcher=torchrun, small=without)
-    assert f"--batch-size must be at most {too_few}" in said
-
-
-@pytest.fixture
-def one_process():
-    """Make a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Part(dict):
-    """Something with a state, like a network."""
-
-    state_dict, load_state_dict = dict.copy, dict.update
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_checkpoint_that_does_not_fit_is_refused_and_stays(script, tmp_path, one_process):
-    module, part = importlib.import_module(script), Part(weight=torch.ones(1000))
-    args = argparse.Namespace(checkpoint=str(tmp_path / "run.pt"), lr=0.5, workers=9, steps=5)
-    assert module.load_checkpoint(args, dict(net=part)) == (0, dict(best=-float("inf")))
-    module.save_checkpoint(args, dict(net=part), 3, {"val_accuracy": 0.5, "best": 0.6})
-    assert not (tmp_path / "run.pt.best").exists()  # this epoch is not the best
-    new = argparse.Namespace(**vars(args) | dict(workers=1, new_flag=1))  # --workers may change; so may the flags
-    loaded = Part()
-    assert module.load_checkpoint(new, dict(net=loaded)) == (3, {"val_accuracy": 0.5, "best": 0.6})
-    assert torch.equal(loaded["weight"], part["weight"])
-    for name, value in dict(lr=0.1, steps=6).items():
-        changed = argparse.Namespace(**vars(args) | {name: value})
-        with pytest.raises(SystemExit, match=f"run.pt was saved with {name}="):
-            module.load_checkpoint(changed, dict(net=loaded))
-    with pytest.raises(Exception, match="Weights only load failed"):
-        module.save_checkpoint(args, dict(net=Part(path=Path())), 4, {"val_accuracy": 0.5, "best": 0.6})
-    assert module.load_checkpoint(args, dict(net=loaded))[0] == 3
-    (tmp_path / "run.pt").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")  # a pickle that calls os.mkdir("owned")
-    with pytest.raises(Exception, match="Weights only load failed"):
-        module.load_checkpoint(args, dict(net=loaded))
-    assert not os.path.exists("owned")
+@pytest.mark.parametrize(
+    ("nproc", "flags", "sentence"),
+    [
+        (2, "--batch-size 62", "--batch-size must be at most 61, and divisible by 2 processes"),
+        (2, "--batch-size 13", "--batch-size must be at most 61, and divisible by 2 processes"),
+        (2, "", "--batch-size must be at most 61"),  # the default is 1,024
+        (1, "--synthetic 511", "--batch-size must be at most 511"),
+        (0, "--synthetic 511", "--batch-size must be at most 511"),
+    ],
+)
+def test_a_batch_size_that_does_not_fit_is_refused_and_the_default_is_512_for_each_process(
+    nproc, flags, sentence, tmp_path
+):
+    script = "ddp_launch_train" if nproc else "dp_train"
+    copy_script(tmp_path, script, SMALL_MODEL)
+    finished = in_processes(nproc, tmp_path, f"{script}.py", "--synthetic", "61", *flags.split())
+    assert finished.returncode != 0 and sentence in finished.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
-def test_killed_at_15_random_moments_a_run_ends_like_an_unbroken_one(script, start, tmp_path):
+def test_killed_at_15_random_moments_a_run_ends_like_an_uninterrupted_one(script, start, tmp_path):
     arguments = command(script, "--epochs", "12", "--lr", "1", "--checkpoint", "run.pt")
-    unbroken, killed = copy_script(tmp_path / "unbroken", script), copy_script(tmp_path / "killed", script)
-    result(run(arguments, cwd=unbroken))
+    uninterrupted, killed = (copy_script(tmp_path / name, script) for name in ("uninterrupted", "killed"))
+    result(run(arguments, cwd=uninterrupted))
     chance = random.Random(21)
     for _ in range(15):
         process, _ = start(arguments, "epochs are done", cwd=killed)
@@ -217,4 +209,4 @@ def test_killed_at_15_random_moments_a_run_ends_like_an_unbroken_one(script, sta
             os.kill(pid, signal.SIGKILL)
         wait_until_gone(pids)
     result(run(arguments, cwd=killed))
-    assert saved_by(killed) == saved_by(unbroken)
+    assert saved_by(killed) == saved_by(uninterrupted)

@@ -1,6 +1,8 @@
-"""Training: what is saved and printed, several processes against one, and runs that were killed."""
+"""Training: what is saved and printed, several processes against one, settings, and runs that were killed."""
 
+import argparse
 import ast
+import importlib
 import os
 import re
 import sys
@@ -11,7 +13,7 @@ from conftest import (
     FLOAT64,
     ROOT,
     SCRIPTS,
-    SMALL_NET,
+    SMALL_MODEL,
     command,
     copy_script,
     process_ids,
@@ -20,12 +22,12 @@ from conftest import (
     saved_by,
     train,
 )
+from torch import nn
 
 import ddp_spawn_train
+import dp_train
 
 EVERY_5_STEPS = ("step % 20 == 0", "step % 5 == 0")
-SAVE = '    torch.save(state, f"{path}.tmp")\n'
-KILL = "    if state.get('epoch') == 2: os.truncate(f'{path}.tmp', 1000), os.kill(os.getpid(), 9)\n"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def first_runs(tmp_path_factory):
     """Run each script once, copied with common.py alone. Return the folders, and what the runs printed."""
     runs = {}
     for script in SCRIPTS:
-        edits = [EVERY_5_STEPS] + [SMALL_NET] * (script == "apex_amp_train")
+        edits = [EVERY_5_STEPS] + [SMALL_MODEL] * (script == "apex_amp_train")
         folder = copy_script(tmp_path_factory.mktemp("a project") / script, script, *edits)
         arguments = command(script, "--checkpoint", "new/run.pt", folder=folder)
         if script == "ddp_spawn_train":  # as in a notebook: no other process can import what stands after -c
@@ -56,8 +58,8 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only(script, first_runs):
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     assert {path.name for path in folder.iterdir()} == {"run.pt", "run.pt.best", "run.pt.lock"}
     state = torch.load(folder / "run.pt", weights_only=True)
-    assert not any(name.startswith("module.") for name in state["net"])
-    assert state["optimizer"]["param_groups"][0]["momentum"] == 0.9  # OneCycleLR would change it
+    assert not any(name.startswith("module.") for name in state["model"])
+    assert state["scheduler"]["total_steps"] == 10  # those of two epochs
 
 
 def test_spawn_trains_like_launch_bit_for_bit_and_returns_the_metrics_to_a_notebook(first_runs):
@@ -78,6 +80,49 @@ def test_launch_without_arguments_ignores_the_flags_of_a_notebooks_kernel(monkey
     assert ddp_spawn_train.launch() == dict(best=1)
 
 
+def test_each_flag_has_its_default_and_only_some_may_change_when_a_run_resumes(tmp_path):
+    defaults = dict(data_dir="data", synthetic=None, arch="resnet50", image_size=32, pretrained=None, epochs=30)
+    defaults |= dict(batch_size=None, lr=None, precision="fp32", compile=False, workers=0, seed=21)
+    defaults |= dict(checkpoint=None)
+    args = dp_train.parse_args([])
+    assert vars(args) == defaults
+    assert dp_train.parse_args(["--pretrained", "all"]).image_size == 224
+    home = dp_train.parse_args(["--data-dir=~/cifar", "--checkpoint=~/run.pt"])
+    assert [home.data_dir, home.checkpoint] == [os.path.expanduser(path) for path in ("~/cifar", "~/run.pt")]
+    args.checkpoint, args.steps = f"{tmp_path}/run.pt", 5
+    assert dp_train.load_checkpoint(args, {}) == (0, dict(best=-float("inf")))
+    dp_train.save_checkpoint(args, {}, 3, {"val_accuracy": 0.5, "best": 0.6})
+    assert not (tmp_path / "run.pt.best").exists()  # this epoch is not the best
+    os.link(tmp_path / "run.pt", tmp_path / "other.pt")
+    new_values = dict.fromkeys(vars(args), "other") | dict(checkpoint=f"{tmp_path}/other.pt", new_flag=1)
+    may_change = set()
+    for name, value in new_values.items():
+        try:
+            changed = argparse.Namespace(**vars(args) | {name: value})
+            assert dp_train.load_checkpoint(changed, {}) == (3, {"val_accuracy": 0.5, "best": 0.6})
+            may_change.add(name)
+        except SystemExit as refused:
+            assert f"run.pt was saved with {name}={vars(args)[name]}: use its flags and data" in str(refused)
+    assert may_change == {"data_dir", "precision", "compile", "workers", "checkpoint", "new_flag"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_optimizer_and_its_schedule(script):
+    module, model = importlib.import_module(script), nn.Linear(2, 2)
+    for batch_size, lr, peak in (512, None, 0.4), (1024, None, 0.8), (8192, None, 1.6), (8192, 0.1, 0.1):
+        optimizer = module.build_optimizer(argparse.Namespace(batch_size=batch_size, lr=lr), model)
+        [group] = optimizer.param_groups
+        settings = dict(lr=peak, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True, dampening=0)
+        assert type(optimizer) is torch.optim.SGD and settings.items() <= group.items()
+    scheduler, rates = module.build_scheduler(None, optimizer, 100), []
+    for _ in range(100):
+        rates.append(group["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == pytest.approx(0.1) and rates[0] < 0.01 and group["lr"] < 1e-4
+    assert group["momentum"] == 0.9 and 25 < rates.index(max(rates)) < 35  # OneCycleLR could change the momentum
+
+
 RANDOM_ITEMS = '''
 class RandomItems(torch.utils.data.Dataset):
     """Items whose first pixels are the epoch and random numbers from Python, NumPy and PyTorch."""
@@ -96,84 +141,96 @@ class RandomItems(torch.utils.data.Dataset):
 
 
 if __name__'''
+SAVE = '    torch.save(state, f"{path}.tmp")\n'
+# The fourth file that is saved is the second of epoch 2. Half of it is written.
+KILL = "    save_atomically.calls = getattr(save_atomically, 'calls', 0) + 1\n"
+KILL += "    if save_atomically.calls == 4: os.truncate(f'{path}.tmp', 1000), os.kill(os.getpid(), 9)\n"
 
 
-def test_a_run_killed_while_it_saves_resumes_exactly_with_random_items_and_data_loading_processes(tmp_path):
+def test_a_run_that_is_killed_while_it_saves_resumes_exactly_with_random_items_and_workers(tmp_path):
     load, shuffle = "    train_set, val_set = ", "        sampler.set_epoch(epoch)\n"
     step = "            optimizer.zero_grad()\n"
     say = "            print('ITEMS', epoch, rank, batch[0].flatten(1)[:, :4].tolist(), force=True)\n"
     edits = [
+        SMALL_MODEL,
         ("\nif __name__", RANDOM_ITEMS),
         (f"{load}load_data(args)", f"{load}map(RandomItems, load_data(args))"),
         (shuffle, f"{shuffle}        train_set.epoch = epoch\n"),
         (step, say + step),
+        ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "val_minus_loss"'),
+        ("val_accuracy=correct / count)", "val_minus_loss=-loss / count)"),  # larger in the second epoch
     ]
-    unbroken = copy_script(tmp_path / "unbroken", "ddp_spawn_train", *edits)
-    killed = copy_script(tmp_path / "killed", "ddp_spawn_train", *edits, (SAVE, SAVE + KILL))
-    flags = ["--workers", "2", "--checkpoint", "run.pt"]
-    first = run(command("ddp_spawn_train", *flags, folder=unbroken), cwd=unbroken)
-    assert run(command("ddp_spawn_train", *flags, folder=killed), cwd=killed).returncode != 0
+    uninterrupted = copy_script(tmp_path / "uninterrupted", "ddp_launch_train", *edits)
+    killed = copy_script(tmp_path / "killed", "ddp_launch_train", *edits, (SAVE, SAVE + KILL))
+    first = train(uninterrupted, 2, "--workers", "2")
+    assert result(first)["best"] == result(first)["val_minus_loss"]
+    assert train(killed, 2, "--workers", "2").returncode != 0
     os.link(killed / "run.pt", tmp_path / "old.pt")  # a second name; it keeps this content if run.pt is replaced
-    second = run(command("ddp_spawn_train", *flags, folder=unbroken), cwd=killed)
+    copy_script(killed, "ddp_launch_train", *edits)
+    second = train(killed, 2, "--workers", "2")
     assert ": 1 epochs are done" in second.stdout and result(second)
-    assert saved_by(killed) == saved_by(unbroken)
+    assert saved_by(killed) == saved_by(uninterrupted)
     assert torch.load(tmp_path / "old.pt", weights_only=True)["epoch"] == 1
-    items = {output: sorted(re.findall("ITEMS (.*)", output)) for output in (first.stdout, second.stdout)}
+    items = {run.stdout: sorted(re.findall("ITEMS (.*)", run.stdout)) for run in (first, second)}
     assert items[second.stdout] == [line for line in items[first.stdout] if line.startswith("2")] != []
     rows = [row for line in items[first.stdout] for row in ast.literal_eval(line[4:])]
     epochs, *numbers = zip(*rows)
-    assert set(epochs) == {1, 2}  # a changed attribute of the data set reaches the next epoch's processes
+    assert set(epochs) == {1, 2}  # a changed attribute of the dataset reaches the next epoch's workers
     assert all(len(set(column)) == len(rows) == 120 for column in numbers)  # no random number is used twice
 
 
 def test_the_main_metric_decides_which_weights_are_the_best(tmp_path):
     edits = [
+        SMALL_MODEL,
         ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "val_other"'),
         ("    loss, correct, count =", "    metrics_from.calls += 1\n    loss, correct, count ="),
         ("val_accuracy=correct / count)", "val_accuracy=correct / count, val_other=-metrics_from.calls)"),
         ("\ndef save_checkpoint", "\nmetrics_from.calls = 0\n\n\ndef save_checkpoint"),
     ]
     keep = "            save_checkpoint(args, stateful, epoch, metrics)\n"
-    edits.append((keep, f"{keep}            torch.save(net.state_dict(), f'epoch{{epoch}}.pt')\n"))
+    edits.append((keep, f"{keep}            torch.save(model.state_dict(), f'epoch{{epoch}}.pt')\n"))
     folder = copy_script(tmp_path, "dp_train", *edits)
     assert result(train(folder, 0, script="dp_train"))["best"] == -1
     names = "run.pt.best", "epoch1.pt", "epoch2.pt"
-    best, first, second = (torch.load(folder / name)["fc.weight"] for name in names)
+    best, first, second = (torch.load(folder / name)["4.weight"] for name in names)
     assert torch.equal(best, first) and not torch.equal(best, second)
 
 
-def test_rank_0_alone_reads_the_checkpoint_and_more_processes_may_resume(first_runs, tmp_path):
-    state = torch.load(first_runs["ddp_launch_train"][0] / "run.pt", weights_only=True)
+def test_on_three_machines_without_a_shared_disk_rank_0_alone_reads_and_saves_the_checkpoint(first_runs, tmp_path):
+    state = torch.load(first_runs["ddp_launch_train"][0] / "run.pt", weights_only=True)  # of two processes
     one_epoch = dict(epoch=1, scheduler=state["scheduler"] | dict(last_epoch=5, _step_count=6))
-    state["flags"]["checkpoint"] = "run.pt"
-    torch.save(state | one_epoch, tmp_path / "run.pt")
-    no_shared_disk = ("    # [DDP 2/8]", "    if rank > 0: args.checkpoint = '/not/there'\n    # [DDP 2/8]")
-    finished = train(copy_script(tmp_path, "ddp_launch_train", no_shared_disk), 3)
+    for rank in range(3):
+        (tmp_path / f"machine {rank}").mkdir()
+    torch.save(state | one_epoch, tmp_path / "machine 0" / "run.pt")
+    own_folder = ("    # [DDP 2/9]", "    os.chdir(f'machine {rank}')\n    # [DDP 2/9]")
+    finished = train(copy_script(tmp_path, "ddp_launch_train", own_folder), 3, LOCAL_RANK="0")
     assert finished.stdout.count(": 1 epochs are done") == result(finished)["world_size"] == 3
+    assert torch.load(tmp_path / "machine 0" / "run.pt", weights_only=True)["epoch"] == 2
+    assert not any([*(tmp_path / "machine 1").iterdir(), *(tmp_path / "machine 2").iterdir()])
 
 
-def test_1_and_3_processes_train_and_validate_alike_on_the_same_global_batch(tmp_path):
-    # 59 images are no equal shares for 3 processes: each must be validated once, none twice.
-    folder = copy_script(tmp_path, "ddp_launch_train", *FLOAT64)
-    weights, metrics, train_losses = [], [], []
-    for nproc in 1, 3:
-        found = result(train(folder, nproc, "--synthetic", "59", "--checkpoint", f"{nproc}.pt"))
-        metrics.append([found[name] for name in ("val_loss", "val_accuracy")])
-        train_losses.append(found["train_loss"])
-        weights.append(torch.load(tmp_path / f"{nproc}.pt", weights_only=True)["net"])
-    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)
-    assert train_losses[1] == pytest.approx(train_losses[0], rel=1e-6)  # main adds it up in float32
+def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(tmp_path):
+    clock = ("import time\n", "import time; time.perf_counter = iter(range(9)).__next__\n")  # one second an epoch
+    folder = copy_script(tmp_path, "ddp_launch_train", *FLOAT64, clock)
+    results, weights = [], []
+    for nproc in 1, 2, 3:
+        # 59 images are no equal shares for 2 and 3 processes: each must be validated once, none twice.
+        results.append(result(train(folder, nproc, "--synthetic", "59", "--checkpoint", f"{nproc}.pt")))
+        weights.append(torch.load(tmp_path / f"{nproc}.pt", weights_only=True)["model"])
+        torch.testing.assert_close(weights[-1], weights[0], rtol=1e-12, atol=1e-12)
+        for name in "val_loss", "val_accuracy":
+            assert results[-1][name] == pytest.approx(results[0][name], rel=1e-12)
+        assert results[-1]["train_loss"] == pytest.approx(results[0]["train_loss"], rel=1e-6)  # a float32 sum
+        assert results[-1]["images_per_second"] == 48  # of all processes: four steps of twelve images
 
 
-def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_network(tmp_path):
-    epoch = "        ddp_net.train()\n"
+def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_model(tmp_path):
+    epoch = "        ddp_model.train()\n"
     order = "        print('ORDER', epoch, rank, torch.rand(1).item(), *sampler, force=True)\n"
-    network = "        val_sums = validate("
-    total = "sum(value.double().sum().item() for value in net.state_dict().values())"
-    state = f"        print('STATE', epoch, {total}, force=True)\n"
-    state += "        print('VALIDATES', len(val_loader.dataset), force=True)\n"
-    folder = copy_script(tmp_path, "ddp_launch_train", (epoch, epoch + order), (network, state + network))
+    state = "        val_sums = validate("
+    total = "sum(value.double().sum().item() for value in model.state_dict().values())"
+    say = f"        print('STATE', epoch, {total}, len(val_loader.dataset), force=True)\n"
+    folder = copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, (epoch, epoch + order), (state, say + state))
     finished = train(folder, 2)
     assert result(finished)
     lines = [line.split() for line in sorted(re.findall(r"ORDER (.*)", finished.stdout))]  # by epoch, then by rank
@@ -182,19 +239,19 @@ def test_ranks_have_their_own_images_and_random_numbers_and_validate_the_same_ne
     images = [line[3:] for line in lines]
     assert not set(images[0]) & set(images[1]) and not set(images[2]) & set(images[3])
     assert images[0] != images[2] and len(images[0]) == 30
-    states = re.findall(r"STATE (.*)", finished.stdout)
+    states = re.findall(r"STATE (.*) \d+", finished.stdout)
     assert len(states) == 4 and len(set(states)) == 2  # one in each epoch
-    assert sum(map(int, re.findall(r"VALIDATES (\d+)", finished.stdout))) == 2 * 61  # each image once an epoch
+    assert sum(map(int, re.findall(r"STATE .* (\d+)", finished.stdout))) == 2 * 61  # each image once an epoch
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "most"),
+    ("one", "other", "lines"),
     [
-        ("dp_train", "ddp_launch_train", 134),
-        ("ddp_launch_train", "ddp_spawn_train", 47),
-        ("ddp_launch_train", "apex_amp_train", 98),
+        ("dp_train", "ddp_launch_train", 145),
+        ("ddp_launch_train", "ddp_spawn_train", 45),
+        ("ddp_launch_train", "apex_amp_train", 99),
     ],
 )
-def test_the_scripts_share_all_lines_that_are_not_their_technique(one, other, most):
+def test_the_scripts_share_all_lines_that_are_not_their_technique(one, other, lines):
     diff = run(["diff", ROOT / f"{one}.py", ROOT / f"{other}.py"]).stdout
-    assert len(re.findall("(?m)^[<>]", diff)) <= most  # so who changes a line changes it in all scripts
+    assert len(re.findall("(?m)^[<>]", diff)) <= lines  # so who changes a line changes it in all scripts

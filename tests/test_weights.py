@@ -1,4 +1,4 @@
-"""[DDP 7/9] ends a run whose processes have different weights after an epoch, before it saves them, and no other run.
+"""[DDP 7/9] ends a run whose processes have different weights after an epoch, before it saves. No other run ends.
 
 Each case replaces lines of ddp_launch_train.py. One start of two processes trains all cases, one after the other.
 """
@@ -37,7 +37,9 @@ DIFFERENT = {
     return torch.optim.SGD([*model.parameters(), args.scale]""",
         OUTPUTS: "outputs.float() * args.scale, labels)",
     },
-    "a learning rate of each rank": {STEP: "optimizer.param_groups[0]['lr'] = loss.item() / 100; optimizer.step()"},
+    "a learning rate of each rank": {
+        STEP: "optimizer.param_groups[0]['lr'] = loss.item() / 100; optimizer.step()"
+    },
     "other ranks that take the else": {
         SAVE: f"{SAVE}\n        else:\n            optimizer.param_groups[0]['max_lr'] /= 4",
     },

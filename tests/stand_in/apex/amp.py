@@ -4,7 +4,7 @@ import contextlib
 import types
 
 
-def initialize(net, optimizer, opt_level):
+def initialize(model, optimizer, opt_level):
     step = optimizer.step
 
     def say_and_step(self):
@@ -13,7 +13,7 @@ def initialize(net, optimizer, opt_level):
 
     optimizer.step = types.MethodType(say_and_step, optimizer)  # as Apex does
     optimizer._amp_lazy_init = lambda: None
-    return net, optimizer
+    return model, optimizer
 
 
 @contextlib.contextmanager
