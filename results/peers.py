@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=gpu results/peers.py lightning [flags of ddp_launch_train.py]
 
-The network and the optimizer are those of ddp_launch_train.py. torchvision transforms each image on the CPU.
+The model and the optimizer are those of ddp_launch_train.py. torchvision transforms each image on the CPU.
 """
 
 import os
@@ -34,14 +34,14 @@ def train_by_accelerate(args, loader, total_steps):
 
     options = dict(cpu=DEVICE == "cpu", step_scheduler_with_optimizer=False)
     accelerator = Accelerator(mixed_precision="bf16", **options)
-    net = script.build_network(args)
-    optimizer = script.build_optimizer(args, net)
+    model = script.build_model(args)
+    optimizer = script.build_optimizer(args, model)
     scheduler = script.build_scheduler(args, optimizer, total_steps)
-    net, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, scheduler, loader)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
         for images, labels in loader:
-            loss = F.cross_entropy(net(images.to(memory_format=torch.channels_last)), labels)
+            loss = F.cross_entropy(model(images.to(memory_format=torch.channels_last)), labels)
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
@@ -55,14 +55,14 @@ def train_by_lightning(args, loader, total_steps):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = script.build_network(args)
+            self.model = script.build_model(args)
 
         def training_step(self, batch, index):
             images, labels = batch
-            return F.cross_entropy(self.net(images.to(memory_format=torch.channels_last)), labels)
+            return F.cross_entropy(self.model(images.to(memory_format=torch.channels_last)), labels)
 
         def configure_optimizers(self):
-            optimizer = script.build_optimizer(args, self.net)
+            optimizer = script.build_optimizer(args, self.model)
             scheduler = script.build_scheduler(args, optimizer, total_steps)
             return dict(optimizer=optimizer, lr_scheduler=dict(scheduler=scheduler, interval="step"))
 
@@ -94,4 +94,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()  # a loader in a global variable would delay the end of its data-loading processes
+    main()  # a loader in a global variable would delay the end of its workers

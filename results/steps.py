@@ -14,21 +14,28 @@ import os
 import sys
 from pathlib import Path
 
-import profile_step
 import torch
 import torch.distributed as dist
 
 DATA = Path(__file__).with_name("steps.json")
 STEPS = json.loads(DATA.read_text()) if DATA.exists() else {}
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
-class Loader(profile_step.ProfiledLoader):
-    steps, activities = 18, [torch.profiler.ProfilerActivity.CUDA]
+class ProfiledLoader(torch.utils.data.DataLoader):
+    """Tells the profiler of 18 training steps. A step ends when the next batch is asked for."""
 
     def __iter__(self):
-        for batch in super().__iter__():
-            torch.cuda._sleep(1 if sys.argv[2] == "dp_train" else 10**8)  # cycles: 50 ms
-            yield batch
+        if not self.drop_last:  # the loader of the validation set
+            yield from super().__iter__()
+            return
+        schedule = torch.profiler.schedule(skip_first=20, wait=0, warmup=1, active=18, repeat=1)
+        options = dict(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule)
+        with torch.profiler.profile(**options, on_trace_ready=self.write) as profiler:
+            for batch in super().__iter__():
+                torch.cuda._sleep(1 if sys.argv[2] == "dp_train" else 10**8)  # cycles: 50 ms
+                yield batch
+                profiler.step()
 
     def write(self, profiler):
         rank = int(os.environ.get("RANK", 0))
@@ -58,13 +65,16 @@ def median_step(events):
 def draw(steps):
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "one", "svg.fonttype": "none"})  # the same file each time, text as text
+    text = dict.fromkeys(["text.color", "xtick.color", "ytick.color", "axes.labelcolor"], "#7b828a")
+    # The same file each time, text as text. Ground and text are for white pages and for dark ones.
+    plt.rcParams.update({"svg.hashsalt": "one", "svg.fonttype": "none", **text})
     figure, axes = plt.subplots(len(steps), sharex=True, figsize=(8, len(steps) + 0.8), layout="tight")
-    colours = torch.tensor([[[0.2, 0.5, 0.8]], [[1, 0.6, 0]]])
+    colours = torch.tensor([[[0.2, 0.5, 0.8, 1]], [[1, 0.6, 0, 1]]])
+    idle = torch.tensor([0.5, 0.5, 0.5, 0.25])  # a transparent grey
     for axis, (name, step) in zip(axes, steps.items()):
         busy = torch.tensor(step["percent"])[..., None] / 100  # GPU, computing or exchanging, half millisecond
-        rows = 0.9 + busy * (colours - 0.9)  # from grey to a colour
-        rows = torch.cat([rows[:, :1], rows, torch.ones_like(rows[:, :1])], dim=1).flatten(0, 1)
+        rows = idle + busy * (colours - idle)
+        rows = torch.cat([rows[:, :1], rows, torch.zeros_like(rows[:, :1])], dim=1).flatten(0, 1)
         axis.imshow(rows, aspect="auto", interpolation="nearest", extent=(0, step["ms"], 2, 0))
         axis.set_title(f"{name}: {step['ms']:.0f} ms, computing {busy[:, 0].mean():.0%} of the time", loc="left")
         axis.set_yticks([0.4, 1.4], ["GPU 0", "GPU 1"])
@@ -72,13 +82,13 @@ def draw(steps):
         axis.tick_params(length=0)
     axis.set_xlim(0, max(step["ms"] for step in steps.values()))
     axis.set_xlabel("milliseconds (blue: computing, orange: exchanging data, grey: idle)")
-    figure.savefig(DATA.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(DATA.with_suffix(".svg"), metadata={"Date": None}, transparent=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
         script = __import__(sys.argv[2])
-        script.DataLoader = Loader
+        script.DataLoader = ProfiledLoader
         script.main(script.parse_args(sys.argv[3:]))
     else:
         draw(STEPS)

@@ -1,20 +1,176 @@
-"""What README and RECIPES.md show: the diff, lines for spawn, commands for several machines, and run_all.sh."""
+"""README: minimal/ and its diff, the checks of a port, and commands for several machines."""
 
 import os
 import re
-import runpy
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import venv
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SMALL, SMALL_NET, block, command, copy_script, in_processes, result, run
+from conftest import ROOT, SCRIPTS, SMALL, block, command, copy_script, edited, edits_of, in_processes, result, run
+
+# For minimal/ on the CPU: other data, a small model with BatchNorm, no GPU.
+DATA = """
+def small_cifar10(*_, train, **options):
+    generator = torch.Generator().manual_seed(21 + train)
+    labels = torch.randint(10, (410 if train else 61,), generator=generator)
+    colours = 0.5 * nn.functional.one_hot(labels, 32)[:, None, None]
+    images = torch.rand(len(labels), 3, 32, 32, generator=generator) + colours
+    return torch.utils.data.TensorDataset(images, labels)
+
+datasets.CIFAR10 = small_cifar10
+"""
+MODEL = "nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10))"
+ON_THE_CPU = {
+    "import datasets, models, transforms\n": f"import datasets, models, transforms\n{DATA}",
+    'torch.device("cuda")': 'torch.device("cpu")',
+    'torch.device("cuda", local_rank)': 'torch.device("cpu")',
+    'torch.device("cuda", rank)': 'torch.device("cpu")',
+    "torch.cuda.set_device(device)": "pass",
+    '"nccl"': '"gloo"',
+    ", device_id=device": "",
+    "torch.cuda.device_count()": "2",
+    'autocast("cuda"': 'autocast("cpu"',
+    "models.resnet50(num_classes=10)": MODEL,
+    "    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images\n": "",
+    "    model.maxpool = nn.Identity()\n": "",
+    "lr=1e-3": "lr=1e-2",
+    "num_workers=8": "num_workers=0",
+    "batch_size=512": "batch_size=40",
+}
+
+
+def train_minimal(nproc, folder, *edits, epochs=4):
+    """Start minimal/ddp.py on the CPU after some edits, or minimal/one_gpu.py if `nproc` is 0."""
+    folder.mkdir(exist_ok=True)
+    program = edited((ROOT / "minimal" / ("ddp.py" if nproc else "one_gpu.py")).read_text(), *edits)
+    lengths = {"range(10)": f"range({epochs})", "range(epochs_done, 10)": f"range(epochs_done, {epochs})"}
+    for old, new in (ON_THE_CPU | lengths).items():
+        program = program.replace(old, new)
+    (folder / "program.py").write_text(program)
+    return in_processes(nproc, folder, "program.py")
+
+
+def after(line, code):
+    """Return an edit that adds code after a line, as far indented as the line."""
+    return line, line + indent(code, re.match(" *", line)[0])
+
+
+def test_readme_shows_the_diff_of_the_two_programs():
+    files = ROOT / "minimal" / "one_gpu.py", ROOT / "minimal" / "ddp.py"
+    diff = run(["diff", "-U", "999", *files]).stdout.split("\n", 3)[3]
+    assert f"```diff\n{diff}```\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("nproc", [0, 1, 2, 3])
+def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(nproc, tmp_path):
+    finished = train_minimal(nproc, tmp_path)
+    assert finished.returncode == 0
+    printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
+    assert len(printed) == 4 and printed[-1] > 0.3  # four epochs, each printed once
+    scope = {}
+    exec(f"import torch\nfrom torch import nn\nclass datasets: pass\n{DATA}\nmodel = {MODEL}.eval()", scope)
+    images, labels = scope["small_cifar10"](train=False).tensors
+    scope["model"].load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    accuracy = (scope["model"](images).argmax(1) == labels).double().mean().item()
+    assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
+
+
+def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
+    finished = train_minimal(2, tmp_path, ("(ddp_model(images)", "(model(images)"))
+    assert finished.returncode != 0 and "the weights of the ranks differ" in finished.stdout
+    assert "accuracy" not in finished.stdout and not (tmp_path / "model.pt").exists()
+
+
+def test_bfloat16(tmp_path):
+    finished = train_minimal(2, tmp_path, *edits_of(block("bfloat16")))
+    assert finished.stdout.count("accuracy") == 4 and finished.returncode == 0
+
+
+# ------------------------------------------------------------ The five checks of a port; step 7 is the second
+
+LOSS = after("            optimizer.step()\n", "print('LOSS', loss.item())\n")
+IN_ORDER = ("seed=21, drop_last", "shuffle=False, drop_last")
+
+
+OTHER_RATE = ("lr=1e-3", "lr=2e-2")
+
+
+@pytest.mark.parametrize(("mistake", "equal"), [([], True), ([OTHER_RATE], False)])
+def test_check_1_the_old_script_and_the_port_with_one_process_print_the_same_losses(mistake, equal, tmp_path):
+    old = train_minimal(0, tmp_path, LOSS, ("shuffle=True", "shuffle=False"))
+    port = train_minimal(1, tmp_path, LOSS, IN_ORDER, *mistake)
+    losses = [re.findall("LOSS (.*)", finished.stdout) for finished in (old, port)]
+    assert len(losses[0]) == 4 * 11 and (losses[0] == losses[1]) == equal
+
+
+WEIGHTS = "torch.arange(1, 11, device=device).double()"
+CHECK_3 = {
+    "right": ([], 0, 1e-12),
+    "class weights": ([("(ddp_model(images), labels)", f"(ddp_model(images), labels, {WEIGHTS})")], 1e-3, 1),
+    "a wrong factor": ([("loss.backward()", "(loss / world_size).backward()")], 0.49, 0.71),
+    "batch statistics": ([("        model.eval()  # without", "        model.train()  # without")], 1e-3, 10),
+}
+
+
+@pytest.mark.parametrize("case", CHECK_3)
+def test_check_3_shows_whether_the_gradient_is_that_of_one_process(case, tmp_path):
+    edits, low, high = CHECK_3[case]
+    old = (ROOT / "minimal" / "ddp.py").read_text()
+    new = edited(edited(old, *edits_of(block("gradient"))), *edits)
+    differences = []
+    for nproc in 1, 2, 3:
+        finished = train_minimal(nproc, tmp_path, (old, new))
+        assert finished.returncode == 0
+        differences += map(float, re.findall(r"rank \d: difference (\S+)", finished.stdout))
+    assert len(differences) == 5 and all(low <= difference < high for difference in differences)
+
+
+NO_OPTIMIZER = '+        optimizer.load_state_dict(state["optimizer"])\n'
+NO_SEED = "+        torch.manual_seed(21 + rank + world_size * epoch)\n"
+
+
+@pytest.mark.parametrize(("missing", "equal"), [("nothing", True), (NO_OPTIMIZER, False), (NO_SEED, False)])
+def test_check_4_two_epochs_equal_one_epoch_a_new_start_and_the_second(missing, equal, tmp_path):
+    dropout = ("    model = model.to(device)", "    model = nn.Sequential(nn.Dropout(0.1), model).to(device)")
+    edits = [dropout, *edits_of(block("resume").replace(missing, ""))]
+    for folder, epochs in ("uninterrupted", 2), ("resumed", 1), ("resumed", 2):
+        assert train_minimal(2, tmp_path / folder, *edits, epochs=epochs).returncode == 0
+    states = [torch.load(tmp_path / folder / "run.pt")["model"] for folder in ("uninterrupted", "resumed")]
+    assert all(map(torch.equal, *(state.values() for state in states))) == equal
+
+
+ALL_REDUCE = "        dist.all_reduce(correct)  # the sum over all ranks\n"
+CHECK_5 = [("", 8), ("sampler=sampler", 1), ("sampler.set_epoch(epoch)", 2)]  # how many indices differ
+
+
+@pytest.mark.parametrize(("missing", "different"), CHECK_5)
+def test_check_5_shows_labels_indices_and_the_numbers_to_validate(missing, different, tmp_path):
+    edits = [(missing, "shuffle=True" if "=" in missing else "pass")] if missing else []
+    finished = train_minimal(2, tmp_path, after(ALL_REDUCE, block("data")), *edits)
+    lines = re.findall(r"rank (\d): labels (\[.*\]) indices (\[.*\]) validates (\d+)", finished.stdout)
+    ranks, labels, indices, numbers = zip(*lines)
+    assert len(lines) == 8 and len(set(labels)) == 1 and len(set(indices)) == different
+    assert sum(map(int, numbers)) == 4 * 61
+
+
+# ------------------------------------------------------------ RECIPES.md: other starts
+
+
+def test_the_lines_of_spawn_start_processes_that_find_each_other(tmp_path):
+    program = "import torch\nimport torch.distributed as dist\n" + block("spawn")
+    say = "    dist.barrier()\n    print(rank, dist.get_world_size(), flush=True)\n"
+    program = program.replace("\nif __name__", f"{say}\nif __name__")
+    for old, new in ON_THE_CPU.items():
+        program = program.replace(old, new)
+    (tmp_path / "spawned.py").write_text(program)
+    finished = run([sys.executable, "spawned.py"], cwd=tmp_path, PYTHONUNBUFFERED="")
+    assert sorted(finished.stdout.splitlines()) == ["0 2", "1 2"], finished.stderr
+
 
 PAIR, SLURM_JOB = (
     block(name).replace("per-node=gpu", "per-node=1").replace("_train.py", f"_train.py {' '.join(SMALL)}")
@@ -43,158 +199,6 @@ PartitionName=main Nodes=ALL Default=YES
 """
 
 
-# For the programs of README's diff on the CPU: other data, a small network with BatchNorm, no GPU.
-CIFAR10 = """
-def small_cifar10(*_, train, **options):
-    generator = torch.Generator().manual_seed(21 + train)
-    labels = torch.randint(10, (400 if train else 61,), generator=generator)
-    colours = 0.5 * nn.functional.one_hot(labels, 32)[:, None, None]
-    images = torch.rand(len(labels), 3, 32, 32, generator=generator) + colours
-    return torch.utils.data.TensorDataset(images, labels)
-
-datasets.CIFAR10 = small_cifar10
-"""
-NET = "nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10))"
-ON_THE_CPU = {
-    "import datasets, models, transforms\n": f"import datasets, models, transforms\n{CIFAR10}",
-    'torch.device("cuda")': 'torch.device("cpu")',
-    'torch.device("cuda", local_rank)': 'torch.device("cpu")',
-    'torch.device("cuda", rank)': 'torch.device("cpu")',
-    "torch.cuda.set_device(device)": "pass",
-    '"nccl"': '"gloo"',
-    ", device_id=device": "",
-    "torch.cuda.device_count()": "2",
-    "models.resnet50(num_classes=10)": NET,
-    "    net.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images\n": "",
-    "    net.maxpool = nn.Identity()\n": "",
-    "lr=1e-3": "lr=1e-2",
-    "num_workers=8": "num_workers=0",
-    "batch_size=512": "batch_size=40",
-    "range(10)": "range(4)",
-}
-
-
-def write(program, path):
-    """Write a program of README, changed for the CPU."""
-    for old, new in ON_THE_CPU.items():
-        program = program.replace(old, new)
-    path.write_text(program)
-
-
-def program_of_the_diff(sign, *edits):
-    """Return README's program before the diff ("-") or after it ("+"), with some edits (old text, new text)."""
-    program = "".join(re.findall(rf"(?m)^[ {sign}](.*\n)", block("from one GPU")))
-    for old, new in edits:
-        assert program.count(old) == 1, old
-        program = program.replace(old, new)
-    return program
-
-
-def after(line, name):
-    """Return an edit that inserts a block of README after a line."""
-    return line, line + textwrap.indent(block(name), re.match(" *", line)[0])
-
-
-@pytest.mark.parametrize("nproc", [0, 1, 3])
-def test_the_diff_turns_a_script_for_one_gpu_into_one_for_all(nproc, tmp_path):
-    if nproc:
-        launcher = command("ddp_launch_train", nproc=nproc)[:5]
-        edit = after("        dist.all_reduce(correct)  # the sum over all ranks\n", "check")
-        write(program_of_the_diff("+", edit), tmp_path / "train.py")
-    else:
-        launcher = [sys.executable]
-        write(program_of_the_diff("-"), tmp_path / "train.py")
-    finished = run([*launcher, "train.py"], cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
-    assert len(printed) == 4 and printed[-1] > 0.3  # four epochs, each printed once
-    scope = {}
-    exec(f"import torch\nfrom torch import nn\nclass datasets: pass\n{CIFAR10}\nnet = {NET}.eval()", scope)
-    images, labels = scope["small_cifar10"](train=False).tensors
-    scope["net"].load_state_dict(torch.load(tmp_path / "net.pt", weights_only=True))
-    accuracy = (scope["net"](images).argmax(1) == labels).double().mean().item()
-    assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
-    check = r"rank (\d): weights (\S+) labels (.*) indices (.*) validates (\d+)"
-    lines = re.findall(check, finished.stdout)
-    assert len(lines) == 4 * nproc
-    if nproc > 1:
-        assert len({indices for *_, indices, _ in lines}) == len(lines)  # others in each epoch and rank
-    for epoch in range(4 * bool(nproc)):
-        of_ranks = [[line for line in lines if line[0] == str(rank)][epoch] for rank in range(nproc)]
-        assert len({weights for _, weights, *_ in of_ranks}) == len({labels for _, _, labels, *_ in of_ranks}) == 1
-        assert sum(int(validates) for *_, validates in of_ranks) == 61
-
-
-@pytest.mark.parametrize("edit", [("sampler=sampler", "shuffle=True"), ("sampler.set_epoch(epoch)", "pass")])
-def test_the_check_shows_equal_indices_without_the_sampler_or_set_epoch(edit, tmp_path):
-    check = after("        dist.all_reduce(correct)  # the sum over all ranks\n", "check")
-    write(program_of_the_diff("+", check, edit), tmp_path / "train.py")
-    finished = in_processes(2, lambda: runpy.run_path("train.py", run_name="__main__"), tmp_path)
-    indices = re.findall(r"indices (\[.*?\])", finished.stdout)
-    different = 1 if "shuffle" in edit[1] else 2  # the ranks, or the epochs, are alike
-    assert len(indices) == 8 and len(set(indices)) == different
-
-
-EVAL = ("        net.train()\n", "        net.eval()\n")
-WEIGHTED = ("(ddp_net(images), labels)", "(ddp_net(images), labels, torch.arange(1, 11, device=device).double())")
-FACTOR = ("            loss.backward()\n", "            (loss / world_size).backward()\n")
-
-
-@pytest.mark.parametrize(
-    "edits, low, high",
-    [([EVAL], 0, 1e-12), ([], 1e-3, 10), ([EVAL, WEIGHTED], 1e-3, 10), ([EVAL, FACTOR], 0.49, 0.51)],
-    ids=["right", "BatchNorm", "class weights", "a wrong factor"],
-)
-def test_the_check_of_the_gradient(edits, low, high, tmp_path):
-    program = program_of_the_diff(
-        "+",
-        after("            loss.backward()\n", "gradient"),
-        ("net = net.to(device)", "net = net.double().to(device)"),
-        ("images.to(device), labels.to(device)", "images.double().to(device), labels.to(device)"),
-        ("batch_size=512, sampler", "batch_size=40 // world_size, sampler"),
-        *edits,
-    )
-    write(program, tmp_path / "train.py")
-    for nproc in 1, 2:
-        finished = in_processes(nproc, lambda: runpy.run_path("train.py", run_name="__main__"), tmp_path)
-    differences = re.findall(r"relative difference (\S+)", finished.stdout)
-    assert len(differences) == 2 and all(low <= float(value) < high for value in differences)
-
-
-def test_the_lines_of_spawn_start_processes_that_find_each_other(tmp_path):
-    done = "\nif __name__"
-    say = "    dist.barrier()\n    print(rank, dist.get_world_size(), flush=True)\n"
-    imports = "import torch\nimport torch.distributed as dist\n"
-    write(imports + block("spawn").replace(done, f"{say}{done}"), tmp_path / "spawned.py")
-    finished = run([sys.executable, "spawned.py"], cwd=tmp_path, PYTHONUNBUFFERED="")
-    assert sorted(finished.stdout.splitlines()) == ["0 2", "1 2"], finished.stderr
-
-
-def test_run_all_learns_without_a_gpu_and_shows_failures_in_its_table(tmp_path):
-    for script in SCRIPTS:
-        folder = copy_script(tmp_path / "copy", script, *[SMALL_NET] * (script == "apex_amp_train"))
-    start = ["bash", shutil.copy(ROOT / "run_all.sh", folder)]
-    settings = dict(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
-    refused = run([*start, "--epoks", "3"], **settings)
-    assert refused.returncode == 2 and "unrecognized arguments: --epoks" in refused.stderr.splitlines()[-1]
-    # One script leaves a process behind that keeps its output open; run_all.sh must not wait for it.
-    leave = "import os; os.system('sleep 100 & echo LEFT $!'); raise SystemExit(3)"
-    (folder / "ddp_spawn_train.py").write_text(leave)
-    (folder / "ddp_launch_train.py").write_text("print('no result')")
-    finished = run(start, **settings)
-    os.kill(int(re.search(r"LEFT (\d+)", finished.stderr)[1]), signal.SIGKILL)
-    assert finished.returncode == 1, finished.stderr
-    rows = [[cell.strip() for cell in line.split("|")] for line in finished.stdout.splitlines() if "|" in line]
-    names, gpus, processes, _, images, speed_up, _, accuracy = zip(*(row[1:9] for row in rows[2:]))
-    assert names == ("one_process", "dp", "ddp_launch", "ddp_spawn", "torch_O1")
-    assert gpus[2].startswith("failed, exit code 0: see logs/") and gpus[3].startswith("failed, exit code 3: see")
-    assert processes == ("1", "1", "", "", "2") and speed_up[0] == "1.00"
-    for row in 0, 1, 4:
-        assert float(accuracy[row].rstrip("%")) > 60 and float(images[row].replace(",", "")) > 0
-    logs = folder / re.search(r"The logs and table.md are in (\S+)", finished.stderr)[1]
-    assert (logs / "table.md").read_text() == finished.stdout
-
-
 @pytest.fixture
 def machines(monkeypatch):
     """Make two machines. Return the beginnings of commands that run on one or the other."""
@@ -211,7 +215,7 @@ def test_the_pair_of_commands_trains_on_two_machines(machines, start, tmp_path):
     one, two = machines
     other, _ = start([*two, "bash", "-c", PAIR.replace("node-rank=0", "node-rank=1")], "", cwd=tmp_path)
     assert result(run([*one, "bash", "-c", PAIR], cwd=tmp_path))["world_size"] == 2
-    assert other.wait(timeout=60) == 0
+    assert other.wait() == 0
 
 
 @pytest.mark.slow
