@@ -15,16 +15,18 @@ say() { printf '%s\n' "$@" >&2; }
 
 # find_python REQUIREMENTS PACKAGE...: print a Python with PyTorch 2.6 and all packages; create .venv if needed.
 find_python() {
-  local requirements=$1 python check
+  local requirements=$1 default=${PYTHON:-python3} python check
   shift
   check='import sys; from importlib.metadata import version; [version(name) for name in sys.argv[1:]]
 assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
-  for python in "${PYTHON:-python3}" .venv/bin/python; do
+  for python in "$default" .venv/bin/python; do
     "$python" -c "$check" "$@" 2>/dev/null && command -v "$python" && return
   done
-  say "${PYTHON:-python3} lacks one of: $*. Creating .venv from $requirements (some GB, some minutes, once)."
-  "${PYTHON:-python3}" -m venv .venv && .venv/bin/python -m pip install --quiet -r "$requirements" >&2 &&
-    echo .venv/bin/python
+  say "$default lacks one of: $*. Creating .venv from $requirements (some GB, some minutes, once)."
+  "$default" -m venv .venv >&2 && .venv/bin/python -m pip install --quiet -r "$requirements" >&2 &&
+    echo .venv/bin/python && return
+  say "Creating .venv failed. Name a Python that has these packages: PYTHON=/path/to/python bash run_all.sh"
+  return 1
 }
 
 # run NAME COMMAND...: run a script; keep the command and what it prints in a log, and show it.
@@ -47,12 +49,11 @@ import json, pathlib, sys
 
 logs, rows = pathlib.Path(sys.argv[1]), [row.split("=") for row in sys.argv[2:]]
 head = "script,GPUs,processes,s / 20 steps,images/s,speed-up,peak MiB,accuracy".split(",")
-lines, speeds, failed = [head, ["---"] + ["---:"] * 7], {}, False
+lines, speeds = [head, ["---"] + ["---:"] * 7], {}
 for name, code in rows:
     results = [line[7:] for line in open(logs / f"{name}.log") if line.startswith("RESULT ")]
     if code != "0" or not results:
         lines.append([name, f"failed, exit code {code}: see {logs / name}.log"] + [""] * 6)
-        failed = True
         continue
     result = json.loads(results[0])
     speed = speeds[name] = result["images_per_second"]
@@ -65,14 +66,13 @@ for name, code in rows:
 widths = [max(len(line[i]) for line in lines if i == 0 or line[2]) for i in range(8)]
 for line in lines:
     print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
-sys.exit(failed)
+sys.exit(len(speeds) < len(rows))
 PY
 }
 
 main() {
   if [[ " $* " == *" -h "* || " $* " == *" --help "* ]]; then
-    sed -n '2,/^\[/s/^# \{0,1\}//p' run_all.sh
-    exit 0
+    exec sed -n '2,/^\[/s/^# \{0,1\}//p' run_all.sh
   fi
   if [[ ${1-} == test ]]; then
     python=$(find_python tests/requirements.txt \
@@ -81,41 +81,42 @@ main() {
     exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
   fi
 
-  local settings machine gpus apex level first=${CUDA_VISIBLE_DEVICES-0} flags note='' rows=() launch
+  local settings machine gpus apex i first=${CUDA_VISIBLE_DEVICES-0} flags note rows=() launch
+  mkdir -p logs || { say "Copy this folder to a place where you can write, and start run_all.sh there."; exit 1; }
   python=$(find_python requirements.txt torch torchvision) || exit 1
-  # A typo in a flag ends the run here, before the first script.
-  settings=$("$python" - "$@" <<'PY'
-import sys, torch, apex_amp_train, common, dp_train
+  # A typo in a flag ends the run here, before the first script. Libraries may print to stdout: settings use 3.
+  settings=$("$python" - "$@" 3>&1 >&2 <<'PY'
+import argparse, sys, torch, apex_amp_train, common, dp_train
+sys.argv[0] = "run_all.sh"
+argparse.ArgumentParser.print_usage = lambda *_: None  # only the error
 args = dp_train.parse_args()
 if {"--checkpoint", "--precision"} & {word.partition("=")[0] for word in sys.argv}:
-    sys.exit("run_all.sh does not take --checkpoint and --precision")
+    sys.exit("run_all.sh: error: to use --checkpoint or --precision, start a script by itself")
 gpus = torch.cuda.device_count()
-name = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
-note = "" if gpus else "No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
-if gpus and not args.synthetic:
+machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
+flags = "--epochs 5"  # and by default 512 images per GPU
+note = "Synthetic images" if args.synthetic else "CIFAR-10"
+if not gpus:
+    flags = "--synthetic 144 --arch resnet18 --image-size 4 --batch-size 16 --epochs 3 --lr 0.1"
+    note = "No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
+elif not args.synthetic:
     try:
         common.load_cifar10(args.data_dir)
     except SystemExit as error:
-        note = f"Synthetic images: {error}"
-print(gpus, int(gpus > 0 and apex_amp_train.amp is not None))
-print(f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}")
-print(note)
+        flags, note = f"{flags} --synthetic 50000", f"Synthetic images: {error}"
+machine += f", PyTorch {torch.__version__}, Python {sys.version.split()[0]}"
+with open(3, "w") as settings:
+    print(f"{gpus} {int(bool(gpus and apex_amp_train.amp))}", flags, machine, note, sep="\n", file=settings)
 PY
   ) || exit 2
-  { read -r gpus apex && read -r machine && read -r note; } < <(tail -n 3 <<<"$settings")
+  { read -r gpus apex && read -ra flags && read -r machine && read -r note; } <<<"$settings"
   logs=logs/$(date +%Y%m%d-%H%M%S)-$$
-  mkdir -p "$logs" || exit 1
+  mkdir "$logs" || exit 1
   trap 'say "Stopped. The logs are in $logs"; exit 130' INT
   trap 'kill $(jobs -p) 2>/dev/null' EXIT # those that show the logs
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
-  if ((gpus)); then
-    flags=(--epochs 5) # and by default 512 images per GPU
-    [[ $note ]] && flags+=(--synthetic 50000)
-  else
-    flags=(--synthetic 144 --arch resnet18 --image-size 4 --batch-size 16 --epochs 3 --lr 0.1)
-  fi
-  say "$note"
   flags+=("$@")
+  say "$note"
   total=$((gpus ? 7 + 4 * apex : 5))
   launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
 
@@ -127,9 +128,8 @@ PY
     CUDA_VISIBLE_DEVICES=${first%%,*} run one_process_compile "$python" dp_train.py "${flags[@]}" --compile
     run ddp_launch_compile "${launch[@]}" ddp_launch_train.py "${flags[@]}" --compile
   fi
-  for level in O0 O1 O2 O3; do
-    ((apex)) || continue
-    run "apex_$level" "${launch[@]}" apex_amp_train.py --backend apex --opt-level "$level" "${flags[@]}"
+  for i in 0 1 2 3; do
+    ((apex)) && run "apex_O$i" "${launch[@]}" apex_amp_train.py --backend apex --opt-level "O$i" "${flags[@]}"
   done
   run torch_O1 "${launch[@]}" apex_amp_train.py "${flags[@]}"
 
