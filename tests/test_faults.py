@@ -38,37 +38,44 @@ def addresses_of(pids):
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
 
 
-SIGNALS = [
-    ("ddp_launch_train", "cpu", "Ctrl-C"),
-    ("ddp_spawn_train", "cpu", "Ctrl-C"),
-    ("ddp_spawn_train", "cpu", "SIGINT to the parent"),
-    ("ddp_launch_train", "cuda", "Ctrl-C"),
-    ("ddp_spawn_train", "cuda", "Ctrl-C"),
-    ("ddp_launch_train", "cuda", "SIGKILL"),
-    ("ddp_spawn_train", "cuda", "SIGKILL"),
-]
+def train_until_epoch_2(start, tmp_path, name, script, **env):
+    """Start a run that would not end. Return its process, and the ids of this process and of its ranks."""
+    folder = copy_script(tmp_path / name, script, SMALL_MODEL)
+    flags = ["--epochs", "100000", "--workers", "1", "--checkpoint", f"{tmp_path}/{name}.pt"]
+    process, log = start(command(script, *flags, folder=folder), "epoch 2 train_loss", **env)
+    return process, [process.pid, *process_ids(log.read_text())]
 
 
-@pytest.mark.parametrize(("script", "device", "sent"), SIGNALS)
-def test_a_signal_ends_all_processes_and_spawn_listens_on_loopback(script, device, sent, start, tmp_path):
-    if device == "cuda" and GPUS < 2:
-        pytest.skip("needs two GPUs")
-    folder = copy_script(tmp_path / "copy", script, SMALL_MODEL)
-    flags = ["--epochs", "100000", "--workers", "1", "--checkpoint", f"{tmp_path}/run.pt"]
-    arguments = command(script, *flags, folder=folder)
-    process, log = start(arguments, "epoch 2 train_loss", **ALL_GPUS if device == "cuda" else {})
-    pids = [process.pid, *process_ids(log.read_text())]
-    if script == "ddp_spawn_train":
-        assert addresses_of(pids[1:]) == {"0100007F"}  # 127.0.0.1
-    if sent == "Ctrl-C":
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal sends
-    elif sent == "SIGKILL":
-        os.kill(pids[2], signal.SIGKILL)  # rank 1
-    else:
-        os.kill(process.pid, signal.SIGINT)  # what the stop button of an IDE may send
+def has_ended(process, pids, checkpoint):
+    """Check that a run has ended with an error and has left no process, and a whole checkpoint."""
     assert process.wait() != 0
     wait_until_gone(pids)
-    torch.load(tmp_path / "run.pt", "cpu", weights_only=True)
+    torch.load(checkpoint, "cpu", weights_only=True)
+
+
+def test_ctrl_c_ends_torchrun_and_its_processes(start, tmp_path):
+    process, pids = train_until_epoch_2(start, tmp_path, "launch", "ddp_launch_train")
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends
+    has_ended(process, pids, tmp_path / "launch.pt")
+
+
+def test_two_spawn_runs_listen_on_loopback_and_end_by_ctrl_c_or_an_ides_stop_button(start, tmp_path):
+    one, pids_of_one = train_until_epoch_2(start, tmp_path, "one", "ddp_spawn_train")
+    two, pids_of_two = train_until_epoch_2(start, tmp_path, "two", "ddp_spawn_train")
+    assert addresses_of(pids_of_one[1:] + pids_of_two[1:]) == {"0100007F"}  # 127.0.0.1
+    os.killpg(one.pid, signal.SIGINT)
+    has_ended(one, pids_of_one, tmp_path / "one.pt")
+    os.kill(two.pid, signal.SIGINT)  # the parent alone
+    has_ended(two, pids_of_two, tmp_path / "two.pt")
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGKILL"])
+def test_ctrl_c_or_a_killed_process_ends_all_on_gpus(script, sent, start, tmp_path):
+    process, pids = train_until_epoch_2(start, tmp_path, "run", script, **ALL_GPUS)
+    os.killpg(process.pid, signal.SIGINT) if sent == "SIGINT" else os.kill(pids[2], signal.SIGKILL)  # rank 1
+    has_ended(process, pids, tmp_path / "run.pt")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
