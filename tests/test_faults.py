@@ -61,7 +61,8 @@ def test_ctrl_c_ends_torchrun_and_its_processes(start, tmp_path):
 
 def test_two_spawn_runs_listen_on_loopback_and_end_by_ctrl_c_or_an_ides_stop_button(start, tmp_path):
     one, pids_of_one = train_until_epoch_2(start, tmp_path, "one", "ddp_spawn_train")
-    two, pids_of_two = train_until_epoch_2(start, tmp_path, "two", "ddp_spawn_train")
+    other = dict(GLOO_SOCKET_IFNAME="of another network")  # the script's own setting comes first
+    two, pids_of_two = train_until_epoch_2(start, tmp_path, "two", "ddp_spawn_train", **other)
     assert addresses_of(pids_of_one[1:] + pids_of_two[1:]) == {"0100007F"}  # 127.0.0.1
     os.killpg(one.pid, signal.SIGINT)
     has_ended(one, pids_of_one, tmp_path / "one.pt")
