@@ -12,6 +12,7 @@ import torch
 from conftest import (
     ALL_GPUS,
     GPUS,
+    LIMIT,
     SCRIPTS,
     SMALL_MODEL,
     command,
@@ -48,7 +49,7 @@ def train_until_epoch_2(start, tmp_path, name, script, **env):
 
 def has_ended(process, pids, checkpoint):
     """Check that a run has ended with an error and has left no process, and a whole checkpoint."""
-    assert process.wait() != 0
+    assert process.wait(LIMIT) != 0
     wait_until_gone(pids)
     torch.load(checkpoint, "cpu", weights_only=True)
 
@@ -175,8 +176,8 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
         "--color red": "unrecognized arguments: --color",
         "--check run.pt": "unrecognized arguments: --check",  # no abbreviations
     }
-    for flag in "--synthetic", "--image-size", "--epochs", "--batch-size":
-        sentences[f"{flag} 0"] = "must be at least 1"
+    for flags in "--synthetic 0", "--image-size 0", "--epochs 0", "--batch-size 0", "--epochs=-1":
+        sentences[flags] = "must be at least 1"
     if script == "apex_amp_train":
         sentences |= {"--backend apex": "needs a GPU, NVIDIA Apex", "--opt-level O2": "is for --backend apex"}
     for flags, sentence in sentences.items():
@@ -188,7 +189,7 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
     [
         (2, "--batch-size 62", "--batch-size must be at most 61, and divisible by 2 processes"),
         (2, "--batch-size 13", "--batch-size must be at most 61, and divisible by 2 processes"),
-        (2, "", "--batch-size must be at most 61"),  # the default is 1,024
+        (2, "--synthetic 1023", "--batch-size must be at most 1023"),
         (1, "--synthetic 511", "--batch-size must be at most 511"),
         (0, "--synthetic 511", "--batch-size must be at most 511"),
     ],

@@ -66,7 +66,8 @@ def test_spawn_trains_like_launch_bit_for_bit_and_returns_the_metrics_to_a_noteb
     (launch, _), (spawn, finished) = first_runs["ddp_launch_train"], first_runs["ddp_spawn_train"]
     assert saved_by(launch) == saved_by(spawn)
     returned, changed = re.search(r"RETURNED (.*) CHANGED (.*)", finished.stdout).groups()
-    assert ast.literal_eval(returned).items() <= result(finished).items() and changed == "False"
+    metrics, found = ast.literal_eval(returned), result(finished)
+    assert metrics == {name: found[name] for name in metrics} and "val_accuracy" in metrics and changed == "False"
 
 
 def test_launch_without_arguments_ignores_the_flags_of_a_notebooks_kernel(monkeypatch):
@@ -114,6 +115,8 @@ def test_the_optimizer_and_its_schedule(script):
         [group] = optimizer.param_groups
         settings = dict(lr=peak, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True, dampening=0)
         assert type(optimizer) is torch.optim.SGD and settings.items() <= group.items()
+    buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
+    assert len(buffers) == 2 * (script == "apex_amp_train") and not any(buffer.any() for buffer in buffers)
     scheduler, rates = module.build_scheduler(None, optimizer, 100), []
     for _ in range(100):
         rates.append(group["lr"])
