@@ -4,16 +4,16 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04
 
 This script is for GPUs without bfloat16 (before Ampere). On newer GPUs, ddp_launch_train.py uses bfloat16, which
-needs no loss scale. There, float16 is up to 1.2 times as fast with BatchNorm, but not faster with --compile.
+needs no loss scale. On them, models with BatchNorm can be 1.4 times as fast in float16, but not with --compile.
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it
 before the optimizer's step. If the scale is too large, gradients overflow: the step is skipped and the scale is
 halved. The first scale is 65,536, so a few skipped steps are normal. (bfloat16 has float32's range: no scale.)
 
-Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32 (with TF32, as PyTorch
-computes convolutions by default). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are
-float16, except BatchNorm's, and the optimizer updates float32 copies of them. O3 is float16 without a loss scale.
+Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32 (TF32 in convolutions,
+from Ampere on). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are float16, except
+BatchNorm's, and the optimizer updates float32 copies of them. O3 is float16 without a loss scale.
 """
 
 import json
@@ -53,7 +53,7 @@ def main(args):
         torch.cuda.set_device(device)
 
     # [DDP 3/9] Connect the processes: with NCCL on GPUs, with gloo on CPUs. From here on, a process that waits for
-    # another gives up after ten minutes (gloo: thirty). Build the model later: some layers ask for the world size.
+    # another gives up after ten minutes (gloo: thirty). Only then build the model: layers may use the world size.
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
@@ -63,18 +63,18 @@ def main(args):
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
-    # [DDP 4/9] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
+    # [DDP 4/9] Each process loads an equal share of each batch, so the mean of their gradients is the batch's.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats or drops some
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default pickles the data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's forkserver pickles data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_share, **options)
-    steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
+    steps = args.steps = len(train_loader)  # per epoch; in args, so that load_checkpoint() compares it
 
     model = model.to(device)
     if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm over all GPUs, not over each
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm's statistics are of all GPUs' images
     optimizer = build_optimizer(args, model)
     # [AMP 1/4] Apex patches PyTorch's functions (O1) or changes the model and the optimizer in place (O2, O3).
     use_apex = args.backend == "apex"
@@ -83,21 +83,21 @@ def main(args):
     else:
         scaler = torch.amp.GradScaler(device.type)  # holds the loss scale
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)  # last, as Apex replaces optimizer.step
-    # [AMP 2/4] Save the loss scale, too. Load it before the optimizer, whose state is of O2's float32 copies.
+    # [AMP 2/4] Save the loss scale, too. Loading it makes O2's float32 copies, which the optimizer's state needs.
     amp_state = ApexState(optimizer) if use_apex else scaler
     stateful = dict(model=model, amp=amp_state, optimizer=optimizer, scheduler=scheduler)
     if args.checkpoint and rank == 0:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
-        lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint is refused
+        lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights.
-    ddp_model = DDP(model, gradient_as_bucket_view=True)  # without a copy of each gradient
+    ddp_model = DDP(model, gradient_as_bucket_view=True)  # keeps no second copy of the gradients
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
-    # [DDP 8/9] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
+    # [DDP 8/9] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
-        # One graph, with the all-reduce after the backward pass: faster, unless GPUs are connected slowly.
+        # Compile one graph, and all-reduce after the backward pass: faster, unless the link between GPUs is slow.
         torch._dynamo.config.optimize_ddp = False
         ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
@@ -112,7 +112,7 @@ def main(args):
         start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             model.zero_grad()  # not optimizer.zero_grad(): at O2, Apex's fails with gradient_as_bucket_view
-            loss, _, _ = compute_loss(args, ddp_model, batch, device, training=True)  # has [AMP 3/4]
+            loss, _, _ = compute_loss(args, ddp_model, batch, device, training=True)  # contains [AMP 3/4]
             # [AMP 4/4] Scale the loss, unscale the gradients, and skip the step if they have overflowed.
             # DDP has averaged them, so they are the same in all processes: all skip the same steps.
             if use_apex:
@@ -129,7 +129,7 @@ def main(args):
                     nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
                 scaler.step(optimizer)  # does nothing if a gradient is infinite or NaN
                 scaler.update()  # halves the scale after a skipped step, doubles it after 2,000 steps without one
-            scheduler.step()  # after a skipped step, too
+            scheduler.step()  # also after a skipped step
             loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
             if step % 20 == 0:
                 value, seconds = loss.item(), time.perf_counter() - start  # .item() waits for the GPU
@@ -147,7 +147,7 @@ def main(args):
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
 
         # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
-        # `ddp_model`, which may communicate, it would hang if the processes have different numbers of batches.)
+        # `ddp_model`, which may communicate, it could hang if the processes have different numbers of batches.)
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
@@ -157,9 +157,9 @@ def main(args):
         metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit("NaN or infinite: use a smaller --lr and a new --checkpoint")
+            raise SystemExit("a metric is NaN or infinite: use a smaller --lr and a new --checkpoint")
         scale = amp.state_dict()["loss_scaler0"]["loss_scale"] if use_apex else scaler.get_scale()
-        print(f"epoch {epoch} loss scale {scale:g}")  # smaller than before: steps were skipped
+        print(f"epoch {epoch} loss scale {scale:g}")  # if smaller than before, steps were skipped
         if scale < 1e-3:
             raise SystemExit("the loss scale is near 0: the gradients are NaN or infinite in each step")
 
@@ -168,14 +168,14 @@ def main(args):
             save_checkpoint(args, stateful, epoch, metrics)
 
     result = dict(metrics, batch_size=args.batch_size, gpus=world_size if cuda else 0, world_size=world_size)
-    result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of one GPU
+    result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
     print("RESULT", json.dumps(result, default=float))  # for the table of run_all.sh
     dist.destroy_process_group()
 
 
 # ------------------------------------------------------------ Replace these in your own project
 
-MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value (so negate a loss)
+MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its largest value
 
 
 def load_data(args):
@@ -195,7 +195,7 @@ def build_optimizer(args, model):
     """Return the optimizer. A resumed run takes its settings, such as weight_decay, from the checkpoint."""
     lr = 0.4 * min(args.batch_size / 512, 4) if args.lr is None else args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True)
-    # If fused SGD skips its first step, it leaves its momentum unset. So start with zeros. (Only SGD needs this.)
+    # If fused SGD skips its first step, it leaves garbage in its momentum. So start with zeros. (Only for SGD.)
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
@@ -211,11 +211,11 @@ def compute_loss(args, model, batch, device, training):
     """Return the mean loss of a batch, the outputs (n, classes) and the labels (n).
 
     DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels of
-    equal weight. If not (class weights, ignored labels, padding), or if each image is compared with all others,
+    equal weight. If not (class weights, ignored labels, padding), or if the loss compares images with each other,
     see RECIPES.md.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # augments images only
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are
     # [AMP 3/4] Compute in float16 where it is safe. Apex needs no autocast: amp.initialize() has prepared all.
     with torch.autocast(device.type, torch.float16, enabled=args.backend == "torch"):
         outputs = model(images)
@@ -245,7 +245,7 @@ def metrics_from(val_sums):
 
 
 class ApexState:
-    """What a checkpoint needs of Apex: the loss scale and, at O2, the float32 weights."""
+    """What a checkpoint needs of Apex: the loss scale and the weights that the optimizer updates."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -272,7 +272,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 def save_atomically(state, path):
     """Write the whole file or nothing: a run that is killed meanwhile leaves the old file as it was."""
     torch.save(state, f"{path}.tmp")
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not when a run resumes from it
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # if it cannot be loaded, fail now, not later
     os.replace(f"{path}.tmp", path)
 
 
@@ -290,7 +290,7 @@ def load_checkpoint(args, stateful):
     may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
         if name not in may_change and saved != vars(args).get(name):
-            raise SystemExit(f"{args.checkpoint} was saved with {name}={saved}: use its flags and data")
+            raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["epoch"], checkpoint["metrics"]
@@ -299,11 +299,11 @@ def load_checkpoint(args, stateful):
 def parse_args(argv=None):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, or to download it into")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, downloaded if missing")
     add("--synthetic", type=int, metavar="N", help="train on N generated images instead")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
-    add("--pretrained", choices=["all", "last"], help="from ImageNet weights; train all layers or the last")
+    add("--pretrained", choices=["all", "last"], help="start from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
@@ -312,7 +312,7 @@ def parse_args(argv=None):
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--workers", type=int, default=0, help="processes that load data, for each DataLoader (default: 0)")
+    add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
@@ -322,7 +322,7 @@ def parse_args(argv=None):
         parser.error("--backend apex needs a GPU, NVIDIA Apex 25.04, and no --compile")
     if args.backend == "torch" and args.opt_level != "O1":
         parser.error("--opt-level is for --backend apex")
-    if 0 in (args.synthetic, args.image_size, args.epochs, args.batch_size):
+    if any(n is not None and n < 1 for n in (args.synthetic, args.image_size, args.epochs, args.batch_size)):
         parser.error("--synthetic, --image-size, --epochs and --batch-size must be at least 1")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     return args

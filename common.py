@@ -47,7 +47,7 @@ def prepare(images, size, pretrained=False, augment=False):
     """Turn uint8 images (n, height, width, 3) into normalised float32 images (n, 3, size, size), on their device.
 
     If `size` is None, images keep their size. `augment` shifts each image at random by up to 4 pixels (mirrored at
-    the border), and flips half of them.
+    the border), and flips about half of them left-right.
     """
     images = shift_and_flip(images) if augment else images
     mean, std = mean_and_std(bool(pretrained), images.device)
@@ -66,7 +66,7 @@ def mean_and_std(pretrained, device):
 
 
 def shift_and_flip(images):
-    """Shift and flip each image of uint8 (n, height, width, 3) by random numbers of its own."""
+    """Shift and flip each of the uint8 images (n, height, width, 3) at random."""
     (n, height, width, _), device = images.shape, images.device
 
     def shifted(length):  # the positions (n, length) to read from, mirrored at the border: -1 becomes 1
@@ -81,9 +81,9 @@ def shift_and_flip(images):
 def build_resnet(arch, image_size, pretrained=None, classes=10):
     """Return torchvision's ResNet `arch` with `classes` outputs, in channels_last memory format (faster on GPUs).
 
-    Without `pretrained`, images of up to 64 pixels get the ResNet paper's first layers for CIFAR-10
-    (https://arxiv.org/abs/1512.03385). `pretrained` loads ImageNet weights, to train "all" layers or the "last"
-    one, with all others frozen, BatchNorm included.
+    Without `pretrained`, a model for images of up to 64 pixels begins with a 3x3 convolution, without pooling, as in
+    the ResNet paper (https://arxiv.org/abs/1512.03385). `pretrained` loads ImageNet weights, to train "all" layers or
+    the "last" one, with all others frozen, BatchNorm included.
     """
     norm_layer = torchvision.ops.FrozenBatchNorm2d if pretrained == "last" else nn.BatchNorm2d
     # Residual branches that start at zero help large batches (https://arxiv.org/abs/1706.02677).
@@ -97,7 +97,7 @@ def build_resnet(arch, image_size, pretrained=None, classes=10):
                     torch.hub.load_state_dict_from_url(url, progress=False, check_hash=True, weights_only=True)
             model.load_state_dict(torch.load(f"{folder}/{name}", map_location="cpu", weights_only=True))
         except Exception as error:
-            raise SystemExit(f"no ImageNet weights: {error}; put {url} into {folder}") from None
+            raise SystemExit(f"no ImageNet weights: {error}; download {url} into {folder}") from None
     elif image_size <= 64:
         model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         model.maxpool = nn.Identity()
@@ -110,11 +110,12 @@ builtin_print = builtins.print
 
 
 def setup_for_distributed(is_master):
-    """Silence print() except in the main process; print(..., force=True) and print(..., file=f) always print."""
+    """Silence print() except on rank 0; print(..., force=True) and print(..., file=f) always print."""
 
     def print(*args, sep=" ", end="\n", force=False, file=None, **kwargs):
-        if is_master or force or file not in (None, sys.stdout):  # in one piece, so that lines do not mix
-            builtin_print(sep.join(map(str, args)) + end, end="", file=file, **kwargs)
+        if is_master or force or file not in (None, sys.stdout):
+            text = sep.join(map(str, args)) + end
+            builtin_print(text, end="", file=file, **kwargs)  # in one piece, so that lines do not mix
 
     builtins.print = print
 

@@ -34,7 +34,7 @@ def launch(argv=()):
         # [DDP 1/9] Start the processes. Each calls main(rank, world_size, folder, args), with rank 0, 1, 2, ...
         try:
             torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
-        except torch.multiprocessing.ProcessExitedException as error:  # the process has said why, or was killed
+        except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, or was killed
             raise SystemExit(str(error)) from None
         return torch.load(f"{folder}/metrics")
 
@@ -50,12 +50,12 @@ def main(rank, world_size, folder, args):
         torch.cuda.set_device(device)
 
     # [DDP 3/9] Connect the processes: with NCCL on GPUs, with gloo on CPUs. From here on, a process that waits for
-    # another gives up after ten minutes (gloo: thirty). Build the model later: some layers ask for the world size.
+    # another gives up after ten minutes (gloo: thirty). Only then build the model: layers may use the world size.
     os.environ.update(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")  # loopback: no other machine can connect
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # lets Ctrl-C end a process that waits in NCCL
-    if not torch.multiprocessing.parent_process().is_alive():  # killed while this process imported PyTorch
+    if not torch.multiprocessing.parent_process().is_alive():  # killed while PyTorch was imported here
         raise SystemExit(1)
-    rendezvous = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # a file: no port
+    rendezvous = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # needs no free port
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, **rendezvous)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
@@ -65,33 +65,33 @@ def main(rank, world_size, folder, args):
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
-    # [DDP 4/9] Each process loads an equal share of each batch: the mean of equal shares is the mean of the batch.
+    # [DDP 4/9] Each process loads an equal share of each batch, so the mean of their gradients is the batch's.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats or drops some
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default pickles the data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's forkserver pickles data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_share, **options)
-    steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
+    steps = args.steps = len(train_loader)  # per epoch; in args, so that load_checkpoint() compares it
 
     model = model.to(device)
     if args.sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm over all GPUs, not over each
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm's statistics are of all GPUs' images
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
     if args.checkpoint and rank == 0:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
-        lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint is refused
+        lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights.
-    ddp_model = DDP(model, gradient_as_bucket_view=True)  # without a copy of each gradient
+    ddp_model = DDP(model, gradient_as_bucket_view=True)  # keeps no second copy of the gradients
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
-    # [DDP 8/9] does it once an epoch, which is faster. (DDP's argument of this name is deprecated since 2.13.)
+    # [DDP 8/9] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
-        # One graph, with the all-reduce after the backward pass: faster, unless GPUs are connected slowly.
+        # Compile one graph, and all-reduce after the backward pass: faster, unless the link between GPUs is slow.
         torch._dynamo.config.optimize_ddp = False
         ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
 
@@ -107,7 +107,7 @@ def main(rank, world_size, folder, args):
         for step, batch in enumerate(train_loader, 1):
             optimizer.zero_grad()
             loss, _, _ = compute_loss(args, ddp_model, batch, device, training=True)
-            loss.backward()  # meanwhile (with --compile, at the end), DDP averages the gradients over all ranks
+            loss.backward()  # meanwhile (with --compile, at the end), DDP averages the gradients of all processes
             optimizer.step()
             scheduler.step()
             loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
@@ -127,7 +127,7 @@ def main(rank, world_size, folder, args):
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
 
         # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
-        # `ddp_model`, which may communicate, it would hang if the processes have different numbers of batches.)
+        # `ddp_model`, which may communicate, it could hang if the processes have different numbers of batches.)
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
@@ -137,14 +137,14 @@ def main(rank, world_size, folder, args):
         metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit("NaN or infinite: use a smaller --lr and a new --checkpoint")
+            raise SystemExit("a metric is NaN or infinite: use a smaller --lr and a new --checkpoint")
 
         # [DDP 9/9] Only rank 0 saves. It saves `model`: `ddp_model`'s names of the weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args, stateful, epoch, metrics)
 
     result = dict(metrics, batch_size=args.batch_size, gpus=world_size if cuda else 0, world_size=world_size)
-    result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of one GPU
+    result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
     print("RESULT", json.dumps(result, default=float))  # for the table of run_all.sh
     if rank == 0:
         torch.save(metrics, f"{folder}/metrics")  # for launch()
@@ -153,7 +153,7 @@ def main(rank, world_size, folder, args):
 
 # ------------------------------------------------------------ Replace these in your own project
 
-MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value (so negate a loss)
+MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its largest value
 
 
 def load_data(args):
@@ -185,11 +185,11 @@ def compute_loss(args, model, batch, device, training):
     """Return the mean loss of a batch, the outputs (n, classes) and the labels (n).
 
     DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels of
-    equal weight. If not (class weights, ignored labels, padding), or if each image is compared with all others,
+    equal weight. If not (class weights, ignored labels, padding), or if the loss compares images with each other,
     see RECIPES.md.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # augments images only
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
@@ -228,7 +228,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 def save_atomically(state, path):
     """Write the whole file or nothing: a run that is killed meanwhile leaves the old file as it was."""
     torch.save(state, f"{path}.tmp")
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not when a run resumes from it
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # if it cannot be loaded, fail now, not later
     os.replace(f"{path}.tmp", path)
 
 
@@ -246,7 +246,7 @@ def load_checkpoint(args, stateful):
     may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
         if name not in may_change and saved != vars(args).get(name):
-            raise SystemExit(f"{args.checkpoint} was saved with {name}={saved}: use its flags and data")
+            raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["epoch"], checkpoint["metrics"]
@@ -255,25 +255,25 @@ def load_checkpoint(args, stateful):
 def parse_args(argv=None):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, or to download it into")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, downloaded if missing")
     add("--synthetic", type=int, metavar="N", help="train on N generated images instead")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
-    add("--pretrained", choices=["all", "last"], help="from ImageNet weights; train all layers or the last")
+    add("--pretrained", choices=["all", "last"], help="start from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
-    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"
+    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # natively
     add("--precision", choices=["fp32", "bf16"], default=default, help="fp32 may use TF32 (default: %(default)s)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--workers", type=int, default=0, help="processes that load data, for each DataLoader (default: 0)")
+    add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
     if "LOCAL_RANK" in os.environ:
         parser.error(f"start this script without torchrun: python {__file__}")
-    if 0 in (args.synthetic, args.image_size, args.epochs, args.batch_size):
+    if any(n is not None and n < 1 for n in (args.synthetic, args.image_size, args.epochs, args.batch_size)):
         parser.error("--synthetic, --image-size, --epochs and --batch-size must be at least 1")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     return args

@@ -32,10 +32,10 @@ def main(args):
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
     options = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's default pickles the data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's forkserver pickles data
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     val_loader = DataLoader(val_set, **options)
-    steps = args.steps = len(train_loader)  # of an epoch; in args, so that a resumed run must have the same
+    steps = args.steps = len(train_loader)  # per epoch; in args, so that load_checkpoint() compares it
 
     # [DP 1/3] Put the model on GPU 0: DataParallel copies it from there.
     model = build_model(args).to(device)
@@ -44,7 +44,7 @@ def main(args):
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
     if args.checkpoint:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
-        lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint is refused
+        lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DP 2/3] Wrap the model, if there are several GPUs. `dp_model` and `model` share their weights.
@@ -72,19 +72,19 @@ def main(args):
         train_loss = loss_sum.item() / steps  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
-        val_sums = validate(args, model, val_loader, device)  # on GPU 0 alone: copying `model` would take time
+        val_sums = validate(args, model, val_loader, device)  # on GPU 0: `dp_model` copies `model` for each batch
         epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
         metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit("NaN or infinite: use a smaller --lr and a new --checkpoint")
+            raise SystemExit("a metric is NaN or infinite: use a smaller --lr and a new --checkpoint")
 
         # [DP 3/3] Save `model`: the names of `dp_model`'s weights begin with "module."
         if args.checkpoint:
             save_checkpoint(args, stateful, epoch, metrics)
 
     result = dict(metrics, batch_size=args.batch_size, gpus=gpus, world_size=1)
-    result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of one GPU
+    result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
     print("RESULT", json.dumps(result, default=float))  # for the table of run_all.sh
 
 
@@ -102,7 +102,7 @@ class Autocast(nn.Module):
 
 # ------------------------------------------------------------ Replace these in your own project
 
-MAIN_METRIC = "val_accuracy"  # FILE.best has the weights with its largest value (so negate a loss)
+MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its largest value
 
 
 def load_data(args):
@@ -133,7 +133,7 @@ def build_scheduler(args, optimizer, total_steps):
 def compute_loss(args, model, batch, device, training):
     """Return the mean loss of a batch, the outputs (n, classes) and the labels (n)."""
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # augments images only
+    images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
     return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
@@ -172,7 +172,7 @@ def save_checkpoint(args, stateful, epoch, metrics):
 def save_atomically(state, path):
     """Write the whole file or nothing: a run that is killed meanwhile leaves the old file as it was."""
     torch.save(state, f"{path}.tmp")
-    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # fails now, not when a run resumes from it
+    torch.load(f"{path}.tmp", "cpu", mmap=True, weights_only=True)  # if it cannot be loaded, fail now, not later
     os.replace(f"{path}.tmp", path)
 
 
@@ -184,7 +184,7 @@ def load_checkpoint(args, stateful):
     may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
         if name not in may_change and saved != vars(args).get(name):
-            raise SystemExit(f"{args.checkpoint} was saved with {name}={saved}: use its flags and data")
+            raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["epoch"], checkpoint["metrics"]
@@ -193,18 +193,18 @@ def load_checkpoint(args, stateful):
 def parse_args(argv=None):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, or to download it into")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of CIFAR-10, downloaded if missing")
     add("--synthetic", type=int, metavar="N", help="train on N generated images instead")
     add("--arch", default="resnet50", choices=[f"resnet{depth}" for depth in (18, 34, 50, 101, 152)])
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
-    add("--pretrained", choices=["all", "last"], help="from ImageNet weights; train all layers or the last")
+    add("--pretrained", choices=["all", "last"], help="start from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
-    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"
+    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # natively
     add("--precision", choices=["fp32", "bf16"], default=default, help="fp32 may use TF32 (default: %(default)s)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
-    add("--workers", type=int, default=0, help="processes that load data, for each DataLoader (default: 0)")
+    add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
@@ -212,7 +212,7 @@ def parse_args(argv=None):
         parser.error(f"start this script without torchrun: python {__file__}")
     if args.compile and torch.cuda.device_count() > 1:
         parser.error("--compile is for one GPU: choose it with CUDA_VISIBLE_DEVICES=0")
-    if 0 in (args.synthetic, args.image_size, args.epochs, args.batch_size):
+    if any(n is not None and n < 1 for n in (args.synthetic, args.image_size, args.epochs, args.batch_size)):
         parser.error("--synthetic, --image-size, --epochs and --batch-size must be at least 1")
     args.image_size = args.image_size or (224 if args.pretrained else 32)
     return args

@@ -14,14 +14,14 @@ from torchvision import datasets, models, transforms
 def main():
     # 1. torchrun starts this script once per GPU, and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all
-    local_rank = int(os.environ["LOCAL_RANK"])  # on its machine
+    local_rank = int(os.environ["LOCAL_RANK"])  # index on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
 
-    # 2. Each process uses its own GPU. If all use GPU 0, NCCL refuses.
+    # 2. Each process uses its own GPU. If all use GPU 0, NCCL raises an error.
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
 
-    # 3. Connect the processes. Later, a process waits for another at most ten minutes.
+    # 3. Connect the processes. From here on, a process waits for another at most ten minutes.
     dist.init_process_group("nccl", device_id=device)
 
     torch.manual_seed(21)
@@ -30,9 +30,9 @@ def main():
     val_set = datasets.CIFAR10("data", train=False, transform=transforms.ToTensor())
 
     # 4. Each process loads its own share of the images. Otherwise, each would train on all.
-    sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; drop_last: repeats no images
+    sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; with drop_last, repeats no image
     train_loader = DataLoader(train_set, batch_size=512, sampler=sampler, num_workers=8)  # per GPU
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler may repeat images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats or drops some
     val_loader = DataLoader(val_share, batch_size=512, num_workers=8)
 
     model = models.resnet50(num_classes=10)
@@ -63,7 +63,7 @@ def main():
         dist.broadcast(sums_of_rank_0, src=0)
         assert torch.allclose(sums, sums_of_rank_0, rtol=1e-6, equal_nan=True), "the weights of the ranks differ"
 
-        # 8. Each rank validates its share, with `model`: `ddp_model` may communicate, and hangs if the ranks have
+        # 8. Each rank validates its share, with `model`: `ddp_model` may communicate, and hang if the ranks have
         # different numbers of batches. BatchNorm's running statistics differ between the ranks: take rank 0's.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
@@ -74,7 +74,7 @@ def main():
                 correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
         dist.all_reduce(correct)  # the sum over all ranks
 
-        # 9. Only rank 0 prints and saves. Otherwise, all ranks write one file.
+        # 9. Only rank 0 prints and saves. Otherwise, all ranks would write the same file.
         if rank == 0:
             print(f"epoch {epoch} accuracy {correct.item() / len(val_set):.4f}")
             torch.save(model.state_dict(), "model.pt")

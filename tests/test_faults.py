@@ -118,7 +118,7 @@ def test_a_second_run_on_a_checkpoint_is_refused_until_the_first_has_ended(start
     wait_until_gone([rank_0])
     done = torch.load(folder / "run.pt", weights_only=True)["epoch"]
     third = train(folder, 1, *flags, "--epochs", str(done), "--workers", "1")
-    assert "with epochs=100000: use its flags" in third.stdout  # it has the lock, and reads the checkpoint
+    assert "has epochs=100000: use its flags" in third.stdout  # it has the lock, and reads the checkpoint
 
 
 # Each fault strikes in the second epoch; the third in the last step, so that the loss of the epoch is finite.
@@ -146,7 +146,7 @@ def test_another_dataset_is_refused_when_a_run_resumes(tmp_path):
     folder = copy_script(tmp_path, "dp_train", SMALL_MODEL, images)
     assert result(train(folder, 0, script="dp_train", IMAGES="61"))
     refused = train(folder, 0, script="dp_train", IMAGES="73")
-    assert "run.pt was saved with steps=5: use its flags and data" in refused.stdout and refused.returncode != 0
+    assert "run.pt has steps=5: use its flags and data" in refused.stdout and refused.returncode != 0
     assert ": 2 epochs are done" in train(folder, 0, script="dp_train", IMAGES="62").stdout
 
 

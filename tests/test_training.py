@@ -103,7 +103,7 @@ def test_each_flag_has_its_default_and_only_some_may_change_when_a_run_resumes(t
             assert dp_train.load_checkpoint(changed, {}) == (3, {"val_accuracy": 0.5, "best": 0.6})
             may_change.add(name)
         except SystemExit as refused:
-            assert f"run.pt was saved with {name}={vars(args)[name]}: use its flags and data" in str(refused)
+            assert f"run.pt has {name}={vars(args)[name]}: use its flags and data, or a new file" in str(refused)
     assert may_change == {"data_dir", "precision", "compile", "workers", "checkpoint", "new_flag"}
 
 
