@@ -81,8 +81,8 @@ def shift_and_flip(images):
 def build_resnet(arch, image_size, pretrained=None, classes=10):
     """Return torchvision's ResNet `arch` with `classes` outputs, in channels_last memory format (faster on GPUs).
 
-    Without `pretrained`, a model for images of up to 64 pixels begins with a 3x3 convolution and no pooling, as the
-    ResNet paper's does (https://arxiv.org/abs/1512.03385). `pretrained` loads ImageNet weights, to train "all"
+    Without `pretrained`, a model for images of up to 64 pixels begins with a 3x3 convolution and no pooling, as
+    in the ResNet paper (https://arxiv.org/abs/1512.03385). `pretrained` loads ImageNet weights, to train "all"
     layers or the "last" one, with all others frozen, BatchNorm included.
     """
     norm_layer = torchvision.ops.FrozenBatchNorm2d if pretrained == "last" else nn.BatchNorm2d
