@@ -1,12 +1,12 @@
-"""RECIPES.md: each recipe is copied into one of our scripts, into minimal/ddp.py or into a small program, and run."""
+"""RECIPES.md: each recipe runs in one of our scripts, in minimal/ddp.py or in a small program."""
 
-import argparse
 import ast
 import itertools
 import os
 import re
 import shutil
 import sys
+from argparse import Namespace
 from textwrap import indent
 
 import numpy as np
@@ -31,12 +31,15 @@ from conftest import (
 )
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
 
 import common
 
 INDEX, *SECTIONS = (ROOT / "RECIPES.md").read_text().split("\n## ")
 SECTIONS = {section.splitlines()[0]: section for section in SECTIONS}
+MINIMAL, LAUNCH = ((ROOT / path).read_text() for path in ("minimal/ddp.py", "ddp_launch_train.py"))
+LABELS, GANS, ROWS = (
+    next(title for title in SECTIONS if title.startswith(start)) for start in ("Padding", "GANs", "AUC")
+)
 
 
 def code(title, number=0):
@@ -45,86 +48,25 @@ def code(title, number=0):
 
 
 def parts(title, number=0):
-    """Return the parts of a code block. Each but the first begins with a comment, after an empty line."""
-    return [part.rstrip() + "\n" for part in re.split(r"\n\n(?=#)", code(title, number))]
+    """Return the parts of a code block that begin with a comment."""
+    return [part.rstrip("\n") + "\n" for part in re.split(r"\n\n(?=#)", code(title, number))]
 
 
 def inline(title, start):
-    """Return the code in a paragraph of a recipe that starts with these words."""
+    """Return the pieces of code in a paragraph of a recipe that starts with these words."""
     [paragraph] = [text for text in SECTIONS[title].split("\n\n") if text.startswith(start)]
-    return re.findall("`(.*?)`", paragraph.replace("\n", " "))
+    return re.findall("`(.*?)`", paragraph.split("```")[0].replace("\n", " "))
 
 
-def functions(*codes):
-    """Return an edit that adds functions at the end of a script, where they replace others of the same name."""
-    return "\nif __name__", "\n".join(["", *codes, "\nif __name__"])
-
-
-def names_of(folder, script="ddp_launch_train"):
-    """Return the names that a copied script defines."""
-    scope = {}
-    exec((folder / f"{script}.py").read_text(), scope)
-    return scope
-
-
-def anchor(title):
-    """Return the anchor that GitHub gives to a title."""
-    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
-
-
-def test_the_index_links_to_each_recipe_and_names_scripts_that_its_diffs_fit(tmp_path):
-    links, names = zip(*re.findall(r"\n\| \[.*?\]\(#(.*?)\) \|.*?\| ?(.*?) ?\|", INDEX))
-    assert list(links) == [anchor(title) for title in SECTIONS]
-    assert set(re.findall(r"\(#(.*?)\)", "".join(SECTIONS.values()))) <= set(links)
-    fits = {"": [], "all": SCRIPTS, "DDP": SCRIPTS[1:], "launch, spawn": SCRIPTS[1:3], "apex": SCRIPTS[3:]}
-    fits |= {"launch": SCRIPTS[1:2], "spawn": SCRIPTS[2:3]}
-    ours = {function.name: function for function in ast.parse((ROOT / "dp_train.py").read_text()).body[-20:]}
-    for title, scripts in zip(SECTIONS, names):
-        diffs = re.findall(r"```diff\n(.*?)```", SECTIONS[title], re.S)
-        assert fits[scripts] or not diffs
-        for script, diff in itertools.product(fits[scripts], diffs):
-            folder = copy_script(tmp_path, script, *edits_of(diff))
-            compile((folder / f"{script}.py").read_text(), script, "exec")
-
-PADDING, GANS, METRICS = "Padding, ignore_index and class weights", "GANs and several models", "AUC, mAP and other metrics of all outputs"
-
-# ------------------------------------------------------------ Same weights on 1, 2 and 3 processes
-
-DATA = """
-IGNORED = 0  # labels below this
-EPOCHS = 2
-
-def data(n):
-    random = torch.Generator().manual_seed(n)
-    images = torch.randn(n, 3, 4, 4, generator=random, dtype=torch.float64)
-    labels = torch.randint(10, (n,), generator=random)
-    return torch.utils.data.TensorDataset(images, labels.masked_fill(labels < IGNORED, -100))
-
-def main():"""
-NET = "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10))"
-# Edits to run minimal/ddp.py on the CPU, in float64, with small generated images.
-MINIMAL = [
-    ("def main():", DATA),
-    ('torch.device("cuda", local_rank)', 'torch.device("cpu")'),
-    ("    torch.cuda.set_device(device)\n", ""),
-    ('"nccl", device_id=device', '"gloo"'),
-    ('datasets.CIFAR10("data", train=True, download=True, transform=transforms.ToTensor())', "data(60)"),
-    ('datasets.CIFAR10("data", train=False, transform=transforms.ToTensor())', "data(61)"),
-    ("batch_size=512, sampler=sampler, num_workers=8", "batch_size=12 // world_size, sampler=sampler"),
-    ("batch_size=512, num_workers=8", "batch_size=12"),
-    ("models.resnet50(num_classes=10)", f"{NET}.double()"),
-    ("    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images\n", ""),
-    ("    model.maxpool = nn.Identity()\n", ""),
-    ("AdamW(model.parameters(), lr=1e-3)", "SGD(model.parameters(), 0.1, 0.9)"),  # AdamW ignores a wrong factor
-    ("range(10)", "range(EPOCHS)"),
-]
-MINIMAL_DDP = (ROOT / "minimal" / "ddp.py").read_text()
-
-
-def line(pattern, lines=1, text=MINIMAL_DDP):
-    """Return the line of a script that has a pattern, and those after it."""
+def line(pattern, lines=1, text=MINIMAL):
+    """Return the line of a script that has a pattern, and the lines after it."""
     [found] = re.findall(rf"(?m)^.*{pattern}.*\n" + ".*\n" * (lines - 1), text)
     return found
+
+
+def ours(pattern):
+    """Return the line of ddp_launch_train.py that has a pattern."""
+    return line(pattern, 1, LAUNCH)
 
 
 def at(place, *codes):
@@ -145,64 +87,126 @@ def define(*codes):
     return "def main():", "\n".join([*codes, "def main():"])
 
 
-LOOP, LOSS, STEP = line("in train_loader", 2), line("loss = nn"), line("optimizer.zero_grad", 3)
-SAMPLER, OUR_SAMPLER = line("= DistributedSampler"), line("= DistributedSampler", 1, (ROOT / "ddp_launch_train.py").read_text())
-WRAP, WRAPPED, SAVE = line("# 5. Wrap"), line("= DDP"), line("torch.save")
-NO_ACCURACY = at(line("correct \\+="), "pass\n")
+def functions(*codes):
+    """Return an edit that adds functions at the end of a script, where they replace those of the same name."""
+    return "\nif __name__", "\n".join(["", *codes, "\nif __name__"])
 
-mean_over_all, mean_of_labels = parts(PADDING)
-mean_of_weights = mean_of_labels.replace("labels, reduction", "labels, class_weights, reduction")
-mean_of_weights = mean_of_weights.replace("(labels != -100).sum()", "class_weights[labels].sum()")
-CLASS_WEIGHTS = "class_weights = torch.arange(1, 11).double()\n"
-MASKED = after(line("images, labels = "), "labels = labels.masked_fill(labels < 4, -100)\n")
-OUR_MASKED = after(line("tensor.to\\(device", 1, (ROOT / "ddp_launch_train.py").read_text()), "labels[labels < 4] = -100\n")
+
+def launch_with(folder, *edits):
+    """Copy and edit ddp_launch_train.py. Return its folder, and the names that it defines."""
+    scope = {}
+    exec((copy_script(folder, "ddp_launch_train", *edits) / "ddp_launch_train.py").read_text(), scope)
+    return folder, scope
+
+
+def anchor(title):
+    """Return the anchor that GitHub gives to a title."""
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+
+
+def test_the_index_links_to_each_recipe_and_names_scripts_that_its_diffs_fit(tmp_path):
+    links, names = zip(*re.findall(r"\n\| \[.*?\]\(#(.*?)\) \|.*?\| ?(.*?) ?\|", INDEX))
+    assert list(links) == [anchor(title) for title in SECTIONS]
+    assert set(re.findall(r"\(#(.*?)\)", "".join(SECTIONS.values()))) <= set(links)
+    fits = {"": [], "all": SCRIPTS, "DDP": SCRIPTS[1:], "launch, spawn": SCRIPTS[1:3], "launch": SCRIPTS[1:2]}
+    fits |= {"spawn": SCRIPTS[2:3], "apex": SCRIPTS[3:]}
+    for title, scripts in zip(SECTIONS, names):
+        diffs = re.findall(r"```diff\n(.*?)```", SECTIONS[title], re.S)
+        assert fits[scripts] or not diffs
+        for script, diff in itertools.product(fits[scripts], diffs):
+            folder = copy_script(tmp_path, script, *edits_of(diff))
+            compile((folder / f"{script}.py").read_text(), script, "exec")
+
+
+# ------------------------------------------------------------ Same weights on 1, 2 and 3 processes
+
+NET = "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10))"
+SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
+DATA = """
+FIRST, EPOCHS = 0, 2  # the first label that counts
+
+def data(n):
+    random = torch.Generator().manual_seed(n)
+    images = torch.randn(n, 3, 4, 4, generator=random, dtype=torch.float64)
+    labels = torch.randint(10, (n,), generator=random)
+    return torch.utils.data.TensorDataset(images, labels.where(labels >= FIRST, -100))
+"""
+# Edits to run minimal/ddp.py on the CPU, in float64, with small generated images.
+SMALL_MINIMAL = [
+    ("range(10)", "range(EPOCHS)"),
+    define(DATA),
+    ('torch.device("cuda", local_rank)', 'torch.device("cpu")'),
+    ("    torch.cuda.set_device(device)\n", ""),
+    ('"nccl", device_id=device', '"gloo"'),
+    at(line("    train_set ="), "train_set = data(60)\n"),
+    at(line("    val_set ="), "val_set = data(61)\n"),
+    ("batch_size=512, sampler=sampler, num_workers=8", "batch_size=12 // world_size, sampler=sampler"),
+    ("batch_size=512, num_workers=8", "batch_size=12"),
+    at(line("model = models", 3), f"model = {NET}.double()\n"),
+    (line("optimizer = "), SGD),  # AdamW would not see a wrong factor
+]
+LOOP, LOSS, STEP = line("in train_loader", 2), line("loss = nn"), line("optimizer.zero_grad", 3)
+SAMPLER, OUR_SAMPLER = line("= DistributedSampler"), ours("= DistributedSampler")
+WRAP, WRAPPED, SAVE = line("# 5. Wrap"), line("= DDP"), line("torch.save")
+NO_ACCURACY = at(line(r"correct \+="), "pass\n")
+
+mean_over_all, mean_of_labels = parts(LABELS)
+OLD = at(LOSS, LOSS.strip().replace("labels)", "labels, class_weights)\n"))
+of_weights = mean_of_labels.split("  #")[0].replace("(labels != IGNORED)", "class_weights[labels]") + "\n"
+of_weights = of_weights.replace("labels, reduction", "labels, class_weights, reduction")
+WEIGHTS = "class_weights = torch.arange(1, 11).double()\n"
+SOME_LABELLED = ("= 0, 2", "= 4, 2")
+OURS_LABELLED = after(ours(r"tensor.to\(device"), "labels[labels < 4] = -100\n")
+OUR_PADDING = [functions(mean_over_all), *edits_of(code(LABELS, 1))]
 
 gather, simclr = parts("Contrastive losses")
-VIEWS = "view_1, view_2 = images, images.flip(1)\n"
-CLIP = """class Clip(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = nn.Linear(48, 8), nn.Linear(48, 8)
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def forward(self, images):
-        return self.image(images.flatten(1)), self.text(images.flip(1).flatten(1)), self.temperature
-"""
-CLIP_LOSS = """first, second, temperature = ddp_model(images)
-scores = gather(first) @ gather(second).T * temperature
-loss = nn.functional.cross_entropy(scores, torch.arange(len(scores)))
-"""
-NO_GATHER = "def gather(rows):\n    return rows\n"
-
+simclr = "view_1, view_2 = images, images.flip(1)\n" + simclr.replace("/ 0.1", "* model.scale")
+ALONE = "def gather(rows):\n    return rows\n"
+SCALE = before(SGD, "model.scale = nn.Parameter(torch.ones((), dtype=torch.float64))\n")
 sampler, use_of_sampler = parts("Weighted sampling")
+STREAM = """
+def read(epoch):
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(epoch))
+    yield from (data(60)[i] for i in order)
+"""
+OF_STREAM = [
+    define(code("IterableDataset"), STREAM),
+    at(SAMPLER, "train_set = Stream(read, 60)\n"),
+    ("world_size, sampler=sampler", "world_size, drop_last=True"),
+    ("sampler.set_epoch(epoch)", inline("IterableDataset", "In step 4")[-4]),
+]
+two_parts = code("Shorter epochs").replace("= 4", "= 2")
+OUR_PARTS = (OUR_SAMPLER, OUR_SAMPLER.replace("Distributed", "Part"))
+COUNT_FROM_0 = ("sampler.set_epoch(epoch)", inline("Shorter epochs", "For a run")[-1])
+
 groups = code("Gradient accumulation")
-group_of_padded = groups.replace("    optimizer.zero_grad()\n", """    optimizer.zero_grad()
-    count = sum((labels != -100).sum() for _, labels in group)
-    dist.all_reduce(count)
-""")
-group_of_padded = group_of_padded.replace("labels.to(device))\n", 'labels, reduction="sum")\n')
-group_of_padded = group_of_padded.replace("(loss / len(group))", f"({inline('Gradient accumulation', 'With [padding]')[0].replace('loss_sum', 'loss')})")
-LARGE = ("batch_size=12 //", "batch_size=48 //")
+count = "\n    count = sum((labels != -100).sum() for _, labels in group)\n    dist.all_reduce(count)"
+OF_PADDED = at(LOOP + LOSS + STEP, edited(
+    groups,
+    ("\n    optimizer.zero_grad()", f"{count}\n    optimizer.zero_grad()"),
+    ("labels.to(device))\n", 'labels.to(device), reduction="sum")\n'),
+    ("loss / len(group)", inline("Gradient accumulation", "With [padding]")[-1].replace("loss_sum", "loss")),
+))
+LARGE_BATCH = ("batch_size=12 //", "batch_size=48 //")
 
 wrap, gan = parts(GANS)
 gan = gan.replace("torch.randn(len(images), 64, device=device)", "nn.functional.pad(images.flatten(1), (0, 16))")
-TWO_MODELS = [
-    (NET, """nn.ModuleDict(dict(
-        generator=nn.Sequential(nn.Linear(64, 48), nn.Unflatten(1, (3, 4, 4))),
-        discriminator=nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1))))"""),
-    after(line("optimizer = "), "generator, discriminator = model['generator'], model['discriminator']\n"
-          "optimizer_d = torch.optim.SGD(discriminator.parameters(), 0.1)\n"),
-    at(line("weights = \\["), "weights = list(model.parameters())\n"),
-    at(STEP, ""),
-    NO_ACCURACY,
-]
-penalty = f"""mixed = (images + fakes.detach()).requires_grad_()
+PENALTY = f"""mixed = (images + fakes.detach()).requires_grad_()
 (gradient,) = {inline(GANS, "**A gradient penalty**")[0]}
 loss_d = loss_d + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
 optimizer_d.zero_grad()"""
-gan_with_penalty = edited(gan, ("optimizer_d.zero_grad()", penalty))
-alone = wrap.replace("DDP(", "(")
-
+TWO_MODELS = """generator = nn.Sequential(nn.Linear(64, 48), nn.Unflatten(1, (3, 4, 4)))
+discriminator = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1))
+model = nn.Sequential(generator, discriminator).double()
+optimizer, optimizer_d = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
+"""
+with_penalty = at(LOSS + STEP, edited(gan, ("optimizer_d.zero_grad()", PENALTY)))
+unwrapped = wrap.replace("DDP(", "(")
+OF_GAN = [
+    at(SGD, TWO_MODELS),
+    at(line(r"weights = \["), "weights = list(model.parameters())\n"),
+    NO_ACCURACY,
+]
 _, forward, value, call = inline(GANS, "**Methods other than forward**")
 METHODS = f"""class Model(nn.Sequential):
     def {forward}:
@@ -211,10 +215,15 @@ METHODS = f"""class Model(nn.Sequential):
     def training_loss(self, images):
         return super().forward(images).square().mean()
 """
-OF_METHODS = define(METHODS), (NET, NET.replace("nn.Sequential", "Model")), NO_ACCURACY
+direct = "loss = model.training_loss(images)"
+OF_METHODS = [define(METHODS), (NET, NET.replace("nn.Sequential", "Model")), NO_ACCURACY]
 
-codebook = code("Buffers of your own")
-CODEBOOK = """class Codebook(nn.Module):
+codes = indent(code("Buffers of your own"), " " * 8)
+alone = re.sub(".*all_reduce.*\n", "", codes)
+
+
+def codebook(forward):
+    return define(f"""class Codebook(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("codes", torch.randn(5, 8))
@@ -222,21 +231,23 @@ CODEBOOK = """class Codebook(nn.Module):
         self.register_buffer("sums", self.codes.clone())
 
     def forward(self, vectors):
-{}        return outputs
-"""
+{forward}        return outputs
+""")
+
+
 OF_CODES = (NET, NET.replace("nn.Tanh()", "Codebook()"))
+EMA = [part.replace("0.999", "0.9") for part in parts("EMA")]
 
 START = """
 torch.manual_seed(1)
-device = "cpu"
-model = Model().double()
+device, model = "cpu", Model().double()
 ddp_model, optimizer = DDP(model), torch.optim.SGD(model.parameters(), 0.1, 0.9)
 """
-SAVE_WEIGHTS = """
+END = """
 if rank == 0:
-    torch.save(model.state_dict(), "weights.pt")
+    torch.save(model.state_dict(), "model.pt")
 """
-recurrent = f"""
+RECURRENT = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -245,184 +256,384 @@ class Model(nn.Module):
     def forward(self, tokens, hidden):
         outputs, hidden = self.rnn(self.embedding(tokens), hidden)
         return self.head(outputs), hidden
-{START}
-tokens = torch.randint(9, (60 * 80 + 7,))
-{code("Recurrent models").replace("range(10)", "range(2)")}{SAVE_WEIGHTS}"""
-of_columns = line("columns = tokens", 2, recurrent)
-each_text = "columns = torch.stack([tokens[80 * i : 80 * (i + 1)] for i in range(60)], 1)\n"
+"""
+recurrent = code("Recurrent models").replace("range(10)", "range(2)")
+recurrent = f"{RECURRENT}{START}tokens = torch.randint(9, (60 * 80 + 7,))\n{recurrent}{END}assert columns.shape[1] == 60 // world_size\n"
+texts = "columns = torch.stack([tokens[80 * i : 80 * (i + 1)] for i in range(60)], 1)\n"  # of one process
 
 normalise, seeds, stop = parts("Reinforcement learning")
-ppo = f"""
+REINFORCE = """
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
-        self.register_buffer("stops", torch.zeros(6))
+        self.actor = nn.Linear(4, 2)
+        self.register_buffer("stops", torch.zeros(4))
 
     def forward(self, states):
-        return self.actor(states).log_softmax(-1), self.critic(states)[..., 0]
-{START}
-{normalise}
-{seeds}
-target_kl = 0.02
-generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-for iteration in range(6):
-    draws = torch.stack([torch.rand(5, 6, generator=one, dtype=torch.float64) for one in generators])
-    states, chances, rewards = draws[..., :4], draws[..., 4], draws[..., 5]
-    with torch.no_grad():
-        logs, values = model(states)
-        actions = (chances > logs[..., 0].exp()).long()[..., None]
-        old = logs.gather(-1, actions)
-        rewards = rewards + actions[..., 0] * states.sum(-1)
-        advantages = normalise(rewards - values)[..., None]
+        return self.actor(states).log_softmax(-1)
+"""
+ITERATIONS = """
+target_kl, generators = 0.02, [torch.Generator().manual_seed(seed) for seed in seeds]
+for iteration in range(4):
+    draws = torch.stack([torch.rand(5, 6, generator=random, dtype=torch.float64) for random in generators])
+    states, actions, rewards = draws[..., :4], (draws[..., 4:5] > 0.5).long(), draws[..., 5:].square()
+    old = model(states).gather(-1, actions).detach()
     for update in range(20):
-        logs, values = ddp_model(states)
-        new = logs.gather(-1, actions)
+        new = ddp_model(states).gather(-1, actions)
         approx_kl = (old - new).detach().mean()
-{indent(stop, " " * 8)}
-        ratio = (new - old).exp()
-        loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-        loss = loss + (values - rewards).square().mean()
+{}
+        loss = -((new - old).exp() * normalise(rewards)).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.stops[iteration] = update
-assert 0 < model.stops.min() < 19
-{SAVE_WEIGHTS}"""
-on_its_own = "def normalise(values):\n    return (values - values.mean()) / (values.std() + 1e-8)\n\n"
-alone_ppo = edited(ppo, (normalise, on_its_own), (line("dist.all_reduce\\(approx_kl", 1, ppo), ""))
-EMA = parts("EMA")
-PER_RANK_STREAM = """
-def read(epoch):
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(epoch))
-    yield from (data(60)[i] for i in order)
+assert 0 < model.stops.min() < 19  # some iterations stop early
 """
+reinforce = f"{REINFORCE}{START}{normalise}{seeds}{ITERATIONS.format(indent(stop, ' ' * 8))}{END}"
+normalise_one = "def normalise(values):\n    return (values - values.mean()) / (values.std() + 1e-8)\n"
 
-# Name: script, edits of ordinary code for one process (None: none is known), edits of the recipe.
+# Name: script, edits of the ordinary code for one process (None: there is none), edits of the recipe.
 SAME = {
-    "padding": ("minimal", [MASKED], [MASKED, define(mean_over_all), at(LOSS, mean_of_labels)]),
-    "class weights": (
-        "minimal",
-        [define(CLASS_WEIGHTS), ("(ddp_model(images), labels)", "(ddp_model(images), labels, class_weights)")],
-        [define(CLASS_WEIGHTS, mean_over_all), at(LOSS, mean_of_weights)],
-    ),
-    "padding in our scripts": (
-        "ddp_launch_train", [OUR_MASKED], [OUR_MASKED, functions(mean_over_all), *edits_of(code(PADDING, 1))]
-    ),
-    "SimCLR": (
-        "minimal",
-        [define(NO_GATHER), at(LOSS, VIEWS, simclr)],
-        [define(gather), at(LOSS, VIEWS, simclr)],
-    ),
-    "CLIP": (
-        "minimal",
-        [define(NO_GATHER, CLIP), at(LOSS, CLIP_LOSS), (NET, "Clip()"), NO_ACCURACY],
-        [define(gather, CLIP), at(LOSS, CLIP_LOSS), (NET, "Clip()"), NO_ACCURACY],
-    ),
+    "padding": ("minimal", [SOME_LABELLED], [SOME_LABELLED, define(mean_over_all), at(LOSS, mean_of_labels)]),
+    "class weights": ("minimal", [define(WEIGHTS), OLD], [define(WEIGHTS, mean_over_all), at(LOSS, of_weights)]),
+    "padding in our scripts": ("ddp_launch_train", [OURS_LABELLED], [OURS_LABELLED, *OUR_PADDING]),
+    "SimCLR": ("minimal", [SCALE, define(ALONE), at(LOSS, simclr)], [SCALE, define(gather), at(LOSS, simclr)]),
     "weighted sampling": ("minimal", None, [define(sampler), at(SAMPLER, use_of_sampler)]),
-    "weighted sampling in our scripts": (
-        "ddp_launch_train", None, [functions(sampler), at(OUR_SAMPLER, use_of_sampler)]
-    ),
-    "IterableDataset": (
+    "in our scripts": ("ddp_launch_train", None, [functions(sampler), at(OUR_SAMPLER, use_of_sampler)]),
+    "IterableDataset": ("minimal", None, OF_STREAM),
+    "shorter epochs": ("minimal", None, [define(two_parts), (SAMPLER, SAMPLER.replace("Distributed", "Part"))]),
+    "parts in our scripts": ("ddp_launch_train", None, [functions(two_parts), OUR_PARTS, COUNT_FROM_0]),
+    "recurrent model": ("program", edited(recurrent, (line("columns = tok", 2, recurrent), texts)), recurrent),
+    "reinforcement learning": ("program", edited(reinforce, (normalise, normalise_one)), reinforce),
+    "GAN": (
         "minimal",
-        None,
-        [
-            define(code("IterableDataset"), PER_RANK_STREAM),
-            at(SAMPLER, "train_set = Stream(read, 60)\n"),
-            ("// world_size, sampler=sampler", "// world_size, drop_last=True"),
-            ("sampler.set_epoch(epoch)", "train_set.set_epoch(epoch)"),
-        ],
+        [*OF_GAN, at(WRAPPED, unwrapped), at(LOSS + STEP, gan)],
+        [*OF_GAN, at(WRAPPED, wrap), at(LOSS + STEP, gan)],
     ),
-    "shorter epochs": (
+    "gradient penalty": (
         "minimal",
-        None,
-        [define(code("Shorter epochs").replace("= 4", "= 2")), (SAMPLER, SAMPLER.replace("Distributed", "Part"))],
+        [*OF_GAN, at(WRAPPED, unwrapped), with_penalty],
+        [*OF_GAN, at(WRAPPED, wrap), with_penalty],
     ),
-    "shorter epochs in our scripts": (
-        "ddp_launch_train",
-        None,
-        [
-            functions(code("Shorter epochs").replace("= 4", "= 2")),
-            (OUR_SAMPLER, OUR_SAMPLER.replace("Distributed", "Part")),
-            ("sampler.set_epoch(epoch)", inline("Shorter epochs", "For a run that")[-1]),
-        ],
-    ),
-    "recurrent model": ("program", edited(recurrent, (of_columns, " " * 0 + each_text)), recurrent),
-    "PPO": ("program", alone_ppo, ppo),
-    "GAN": ("minimal", [*TWO_MODELS, at(WRAPPED, alone), at(LOSS, gan)], [*TWO_MODELS, at(WRAPPED, wrap), at(LOSS, gan)]),
-    "GAN with a penalty": (
-        "minimal",
-        [*TWO_MODELS, at(WRAPPED, alone), at(LOSS, gan_with_penalty)],
-        [*TWO_MODELS, at(WRAPPED, wrap), at(LOSS, gan_with_penalty)],
-    ),
-    "methods": (
-        "minimal",
-        [*OF_METHODS, at(LOSS, "loss = model.training_loss(images)\n")],
-        [*OF_METHODS, at(LOSS, f"loss = {call}\n")],
-    ),
-    "codebook": (
-        "minimal",
-        [define(CODEBOOK.format(indent(re.sub(".*all_reduce.*\n", "", codebook), " " * 8))), OF_CODES],
-        [define(CODEBOOK.format(indent(codebook, " " * 8))), OF_CODES],
-    ),
-    "EMA": (
-        "minimal",
-        None,
-        [
-            define(EMA[0].replace("0.999", "0.9")),
-            before(WRAP, EMA[1].replace("0.999", "0.9")),
-            after(line("optimizer.step"), EMA[2]),
-            before(line("model.eval"), EMA[3]),
-            (SAVE, SAVE.replace("model.state", "ema.module.state")),
-        ],
-    ),
-    "groups of batches": ("minimal", [LARGE], [(LOOP + LOSS + STEP, at(LOOP, groups)[1])]),
-    "groups of padded batches": (
-        "minimal",
-        [LARGE, ("IGNORED = 0", "IGNORED = 4")],
-        [("IGNORED = 0", "IGNORED = 4"), (LOOP + LOSS + STEP, at(LOOP, group_of_padded)[1])],
-    ),
-    "parts of a batch in our scripts": ("ddp_launch_train", [], edits_of(code("Gradient accumulation", 1))),
-    "plateau": (
-        "minimal",
-        None,
-        [
-            ("EPOCHS = 2", "EPOCHS = 6"),
-            before(WRAP, "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, 'max', patience=0)\n"),
-            before(line("# 9. Only"), inline("Schedules per epoch", "`ReduceLROnPlateau` must")[1] + "\n"),
-        ],
-    ),
+    "methods": ("minimal", [*OF_METHODS, at(LOSS, f"{direct}\n")], [*OF_METHODS, at(LOSS, f"loss = {call}\n")]),
+    "codebook": ("minimal", [OF_CODES, codebook(alone)], [OF_CODES, codebook(codes)]),
+    "groups of batches": ("minimal", [LARGE_BATCH], [at(LOOP + LOSS + STEP, groups)]),
+    "groups of padded batches": ("minimal", [LARGE_BATCH, SOME_LABELLED], [SOME_LABELLED, OF_PADDED]),
+    "parts of a batch": ("ddp_launch_train", [], edits_of(code("Gradient accumulation", 1))),
 }
-RIGHT_ON_TWO = ["groups of batches", "parts of a batch in our scripts"]  # whose ordinary code is, too
+RIGHT_ON_TWO = ["recurrent model", "groups of batches", "parts of a batch"]  # the ordinary code, too
 
 
-def train_on(nproc, folder, script, edits, *flags):
-    """Train an edited script from new. Return what it printed, and its weights (None if it failed)."""
+def train_on(nproc, folder, script, edits):
+    """Train an edited script from new. Return how the run ended, and its weights (None if it failed)."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
+    if script == "ddp_launch_train":
+        copy_script(folder, script, *edits, *FLOAT64)
+        finished = train(folder, nproc, "--batch-size", "30")
+        return finished, None if finished.returncode else torch.load(folder / "run.pt")["model"]
     if script == "program":
-        return in_group(nproc, folder, edits), torch.load(folder / "weights.pt")
-    if script == "minimal":
-        (folder / "ddp.py").write_text(edited(MINIMAL_DDP, *MINIMAL, *edits))
-        finished = in_processes(nproc, folder, "ddp.py")
-        return finished, None if finished.returncode else torch.load(folder / "model.pt")
-    copy_script(folder, script, *FLOAT64, *edits)
-    finished = train(folder, nproc, "--batch-size", "12", *flags)
-    return finished, None if finished.returncode else torch.load(folder / "run.pt")["model"]
+        return in_group(nproc, folder, edits), torch.load(folder / "model.pt")
+    (folder / "ddp.py").write_text(edited(MINIMAL, *SMALL_MINIMAL, *edits))
+    finished = in_processes(nproc, folder, "ddp.py")
+    return finished, None if finished.returncode else torch.load(folder / "model.pt")
 
 
 def equal(weights, expected):
     """Return whether weights are the same but for rounding, in float64."""
-    assert weights.keys() == expected.keys()
-    return all(torch.allclose(weights[name], expected[name], rtol=1e-12, atol=1e-12) for name in weights)
+    return all(torch.allclose(weights[name], expected[name], rtol=1e-12, atol=1e-12) for name in expected)
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
     script, ordinary, recipe = SAME[name]
-    _, expected = train_on(1, tmp_path, script, recipe if ordinary is None else ordinary)
-    for nproc in (1, 2, 3) if ordinary is not None else (2, 3):
-        assert equal(train_on(nproc, tmp_path, script, recipe)[1], expected), nproc
-    if ordinary is not None and name not in RIGHT_ON_TWO:  # the recipe is needed
-        _, weights = train_on(2, tmp_path, script, ordinary)
-        assert weights is None or not equal(weights, expected)
+    _, expected = train_on(1, tmp_path / "run", script, recipe if ordinary is None else ordinary)
+    for nproc in (2, 3) if ordinary is None else (1, 2, 3):
+        assert equal(train_on(nproc, tmp_path / "run", script, recipe)[1], expected), nproc
+    if ordinary is not None and name not in RIGHT_ON_TWO:
+        _, weights = train_on(2, tmp_path / "run", script, ordinary)
+        assert weights is None or not equal(weights, expected)  # so the recipe is needed
+
+
+MODELS = """
+import torchvision.models.detection as detection
+from torchvision.ops import MultiScaleRoIAlign as Align
+
+def fcos_model(backbone, anchors):
+    head = Head(32, 1, 3) if RECIPE else fcos.FCOSHead(32, 1, 3)
+    return fcos.FCOS(backbone, 3, 32, 32, anchor_generator=anchors(((8,),), ((1.0,),)), head=head)
+
+def mask_rcnn(backbone, anchors):  # that takes 4 and 8 samples of each image
+    mask = detection.mask_rcnn
+    parts = dict(box_head=detection.faster_rcnn.TwoMLPHead(32 * 4, 16), box_roi_pool=Align(["0"], 2, 2))
+    parts |= dict(box_predictor=detection.faster_rcnn.FastRCNNPredictor(16, 3), mask_roi_pool=Align(["0"], 4, 2))
+    parts |= dict(mask_head=mask.MaskRCNNHeads(32, (16,), 1), mask_predictor=mask.MaskRCNNPredictor(16, 16, 3))
+    parts |= dict(rpn_batch_size_per_image=4, box_batch_size_per_image=8, box_positive_fraction=0.9)
+    return mask.MaskRCNN(backbone, None, rpn_anchor_generator=anchors(((16,),), ((1.0,),)), **parts)
+
+random = torch.Generator().manual_seed(1)
+images = torch.rand(6, 3, 96, 96, generator=random).double()
+corners = 50 * torch.rand(6, 4, 2, generator=random).double()
+boxes, masks = torch.cat([corners, corners + 30], 2), (images[:, :1].repeat(1, 4, 1, 1) > 0.5).byte()
+targets = [dict(boxes=box[:n], masks=mask[:n], labels=torch.tensor([1, 2, 1, 2])[:n])
+           for box, mask, n in zip(boxes, masks, NUMBERS)]
+torch.manual_seed(1)
+backbone = nn.Conv2d(3, 32, 3, stride=8, padding=1)
+backbone.out_channels = 32
+model = MODEL(backbone, detection.anchor_utils.AnchorGenerator).double()
+ddp_model = DDP(model)
+sum(ddp_model(list(images[rank::world_size]), targets[rank::world_size]).values()).backward()
+if rank == 0:
+    torch.save(dict(gradient=torch.cat([weight.grad.flatten() for weight in model.parameters()])), "model.pt")
+"""
+DETECTORS = [("fcos_model", [0, 2, 4, 0, 2, 4]), ("fcos_model", [0] * 6), ("mask_rcnn", [1, 4, 1, 4, 2, 4])]
+
+
+@pytest.mark.parametrize(("model", "numbers"), DETECTORS, ids=["FCOS", "FCOS without boxes", "Mask R-CNN"])
+def test_detectors_have_the_gradient_of_one_process(model, numbers, tmp_path):
+    fixed_size, same_samples = inline(LABELS, "To check the gradient")[-2:]
+    wrapped = MODELS.replace("ddp_model = DDP", f"{fixed_size}\nddp_model = DDP")
+    program = wrapped.replace("MODEL(", f"{model}(").replace("NUMBERS", str(numbers))
+    recipe = f"RECIPE = True\n{same_samples}\n{mean_over_all}{code(LABELS, 2)}{program}"
+    ordinary = re.sub("\nroi_heads.maskrcnn_loss = .*", "", recipe.replace("True", "False", 1))
+    _, expected = train_on(1, tmp_path / "run", "program", ordinary)
+    for nproc in 1, 2, 3:
+        assert equal(train_on(nproc, tmp_path / "run", "program", recipe)[1], expected), nproc
+    if max(numbers):
+        assert not equal(train_on(2, tmp_path / "run", "program", ordinary)[1], expected)
+
+
+# ------------------------------------------------------------ Data, metrics and schedules
+
+
+def test_the_parts_for_training_and_validation_are_the_same_after_other_random_numbers(tmp_path):
+    _, names = launch_with(tmp_path, functions(code("A part for validation")))
+    args = Namespace(data_dir="", synthetic=61, seed=21)
+    (train_set, val_set), _, (_, again) = names["load_data"](args), torch.rand(1), names["load_data"](args)
+    assert again.indices == val_set.indices and len(val_set) == 6 and args.items == 61
+    assert sorted(train_set.indices + val_set.indices) == list(range(61))
+
+
+def test_all_classes_are_drawn_equally_often_and_each_item_comes_once_in_the_shorter_epochs(tmp_path):
+    _, names = launch_with(tmp_path, functions(sampler, code("Shorter epochs")))
+    labels = torch.tensor([0] * 900 + [1] * 100 + [2])
+    scope = names | dict(train_set=[(None, label) for label in labels])
+    exec(use_of_sampler.replace("seed=21", "1, 0, seed=21"), scope)  # of one process
+    drawn = []
+    for epoch in 0, 1:
+        scope["sampler"].set_epoch(epoch)
+        drawn.append([*scope["sampler"]])
+        assert all(270 < count < 400 for count in labels[drawn[-1]].bincount())
+    assert drawn[0] != drawn[1]
+    ranks, epochs = [names["PartSampler"](range(64), 2, rank, drop_last=True) for rank in (0, 1)], []
+    for epoch, rank in itertools.product(range(8), ranks):
+        exec(COUNT_FROM_0[1], dict(sampler=rank, epoch=epoch + 1))  # as our scripts count
+        epochs.append([*rank])
+    assert sorted(sum(epochs[:8], [])) == sorted(sum(epochs[8:], [])) == [*range(64)] and epochs[0] != epochs[8]
+
+
+@pytest.mark.parametrize(("nproc", "workers"), [(1, 2), (2, 0), (3, 2)])
+def test_no_item_of_a_stream_comes_twice_in_an_epoch(nproc, workers, tmp_path):
+    own = """
+train_set, val_set = common.load_cifar10("", 71)
+
+def read(epoch):
+    yield from (train_set[i] for i in torch.randperm(71, generator=torch.Generator().manual_seed(epoch)))
+
+def load_data(args):
+    return Stream(read, 71), val_set
+"""
+    say = "print('STEP', epoch, batch[0].flatten(1).tolist(), force=True)\n"
+    say = before(ours("optimizer.zero_grad"), say)
+    edits = *edits_of(code("IterableDataset", 1)), functions(code("IterableDataset"), own), say, *FLOAT64
+    copy_script(tmp_path, "ddp_launch_train", *edits)
+    finished = train(tmp_path, nproc, "--workers", str(workers))
+    assert result(finished)
+    epochs = []
+    for epoch in "12":
+        batches = [ast.literal_eval(batch) for batch in re.findall(f"STEP {epoch} (.*)", finished.stdout)]
+        items = [tuple(item) for batch in batches for item in batch]
+        assert len(items) == len(set(items)) == (48 if workers else 60)  # of 71: one process has an item more
+        assert len(batches) == torch.load(tmp_path / "run.pt")["flags"]["steps"] * nproc
+        epochs.append(set(items))
+    assert epochs[0] != epochs[1]
+
+
+def test_a_model_learns_padded_texts(tmp_path):
+    own = """
+def load_data(args):
+    tokens = torch.tensor(list(b"abcdefgh" * 400)).view(-1, 20)
+    labels = tokens[:, 1:].clone()
+    labels[torch.arange(19) > torch.arange(len(tokens))[:, None] % 19] = IGNORED  # from none to all but one
+    return [torch.utils.data.TensorDataset(tokens[i : i + 80, :-1], labels[i : i + 80]) for i in (0, 80)]
+
+def build_model(args):
+    return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 256))
+"""
+    edits = *edits_of(code("Texts"), code(LABELS, 1)), functions(mean_over_all, own)
+    folder, names = launch_with(tmp_path, *edits)
+    metrics = result(train(folder, 2, "--lr", "0.1"))
+    model, (_, val_set) = names["build_model"](None), names["load_data"](None)
+    model.load_state_dict(torch.load(folder / "run.pt")["model"])
+    tokens, labels = val_set.tensors
+    loss = torch.nn.functional.cross_entropy(model(tokens).mT, labels, ignore_index=-100).item()
+    accuracy = (model(tokens).argmax(2) == labels)[labels != -100].double().mean().item()
+    assert [metrics["val_loss"], metrics["val_accuracy"]] == pytest.approx([loss, accuracy], rel=1e-4)
+    assert accuracy > 0.95
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Return a folder: train/ and val/ have images in images/ and their masks in masks/, of any size."""
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(1)
+    for number, split in itertools.product(range(30), ("train", "val")):
+        image = random.integers(256, size=(*random.integers(5, 13, 2), 3), dtype=np.uint8)
+        mask = image[..., 0] // 86  # the class of a pixel is its red
+        mask[: number % 7] = 255  # none in mask 0
+        for path, pixels in {f"images/{number:02}": image, f"masks/{number:02}": mask}.items():
+            (folder / split / path).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / split / f"{path}.png")
+    return folder
+
+
+def test_masks_have_the_crop_of_their_image(images, tmp_path):
+    added = functions("IGNORED = 255", code("Images with masks"))
+    _, names = launch_with(tmp_path, *edits_of(code("Images with masks", 1)), added)
+    for dataset, size in zip(names["load_data"](Namespace(data_dir=images, image_size=8)), (8, 512)):
+        for image, mask in dataset:
+            known = mask != 255
+            assert image.dtype == torch.uint8 and image.shape == (size, size, 3) and mask.shape == (size, size)
+            assert torch.equal(mask[known], image[..., 0][known] // 86)
+    assert known.sum() == (np.asarray(Image.open(images / "val/masks/29.png")) != 255).sum()  # none is cut off
+
+
+def test_gathered_rows_are_those_of_the_dataset_in_its_order(tmp_path):
+    own = """
+@torch.no_grad()
+def validate(args, model, loader, device):
+    return torch.cat([compute_loss(args, model.eval(), batch, device, False)[1] for batch in loader])
+
+def metrics_from(rows):
+    torch.save(rows, f"rows{dist.get_rank()}.pt")
+    return dict(val_accuracy=0.0)
+"""
+    gather_rows, use = parts(ROWS)
+    images, _ = common.load_cifar10(None, 61)[1].tensors
+    for nproc in 1, 2, 3:
+        edits = *edits_of(code(ROWS, 1)), functions(gather_rows, own), *FLOAT64
+        folder, names = launch_with(tmp_path / str(nproc), *edits)
+        assert result(train(folder, nproc, "--epochs", "1"))
+        model = names["build_model"](None)
+        model.load_state_dict(torch.load(folder / "run.pt.best"))
+        expected = model(common.prepare(images, 4).double())
+        for rank in range(nproc):
+            torch.testing.assert_close(torch.load(folder / f"rows{rank}.pt"), expected)
+    share = "scores, labels = torch.arange(14).view(7, 2)[rank::3], torch.arange(7)[rank::3]\n"
+    say = "\nprint(f'{scores.flatten().tolist()}{labels.tolist()}\\n', end='')"
+    printed = in_group(3, tmp_path / "own", f"{gather_rows}{share}{use}{say}")
+    assert printed.splitlines() == [f"{[*range(14)]}{[*range(7)]}"] * 3
+
+
+def test_early_stopping_stops_all_ranks_in_one_epoch_and_trains_no_more(tmp_path):
+    end = line("    dist.destroy")
+    own = [("EPOCHS = 0, 2", "EPOCHS = 0, 20"), before("    for epoch", "best, bad_epochs = 0, 0\n")]
+    own += [("0.1, 0.9", "1e-12"), (end, indent(code("Early stopping"), " " * 8) + end)]
+    finished, _ = train_on(2, tmp_path / "own", "minimal", own)
+    assert finished.returncode == 0 and finished.stdout.count("accuracy") == 6
+    say = before(ours("result = dict"), "print('END', epoch, scheduler.get_last_lr(), force=True)\n")
+    plateau, step = re.search("# (.*): (.*)", code("Schedules per epoch")).groups()
+    own = f"def build_scheduler(args, optimizer, total_steps):\n    return torch.optim.lr_scheduler.{plateau}\n"
+    own = own.replace('"max"', '"max", patience=2')
+    per_epoch = code("Schedules per epoch").replace("scheduler.step()  #", f"{step}  #")
+    diffs = edits_of(per_epoch, code("Early stopping", 1))
+    copy_script(tmp_path / "ours", "ddp_launch_train", *diffs, functions(own), say, *FLOAT64)
+    flags = ["--lr", "1e-6", "--epochs", "20"]  # so small a rate does not change the accuracy
+    finished = train(tmp_path / "ours", 2, *flags)
+    assert re.findall(r"END (\d+) \[(\S+)\]", finished.stdout) == [("7", "1e-07")] * 2
+    again = train(tmp_path / "ours", 2, *flags)
+    assert result(again) == result(finished) and "\nepoch" not in again.stdout
+
+
+# ------------------------------------------------------------ What resumes
+
+
+@pytest.fixture(scope="module")
+def runs(images, tmp_path_factory):
+    """Train with five recipes: an uninterrupted run, and one killed while it saves epoch 2, and resumed."""
+    cosine = "\ndef build_scheduler(args, optimizer, total_steps):\n    return {}\n"
+    cosine = cosine.format(inline("Schedules per epoch", "Our scripts call")[-1])
+    say = "print('EMA', [*ema.state_dict().values()], force=True)\n"
+    edits = [
+        before(ours("stateful = "), EMA[1]),
+        after(ours("    optimizer.step"), EMA[2]),
+        before(ours("val_sums = validate"), EMA[3], say),
+        *edits_of(code("EMA", 1), code("Schedules per epoch"), code("TensorBoard")),
+        functions(code("Images in folders"), EMA[0], cosine),
+        SMALL_MODEL,
+    ]
+    save = '    torch.save(state, f"{path}.tmp")\n'
+    kill = (save, f"    if state.get('epoch') == 2: os.kill(os.getpid(), 9)\n{save}")
+    folders = [tmp_path_factory.mktemp(name) for name in ("uninterrupted", "killed")]
+    flags = ["--data-dir", str(images), "--workers", "1", "--lr", "0.1", "--epochs", "3"]
+    finished = train(copy_script(folders[0], "ddp_launch_train", *edits), 2, *flags)
+    assert train(copy_script(folders[1], "ddp_launch_train", *edits, kill), 2, *flags).returncode != 0
+    shutil.copytree(folders[1] / "run.pt.tensorboard", folders[1] / "of the killed run")
+    shutil.copy(folders[0] / "ddp_launch_train.py", folders[1])
+    resumed = train(folders[1], 2, *flags)
+    assert ": 1 epochs are done" in resumed.stdout
+    return *folders, finished, resumed
+
+
+def test_ema_and_a_schedule_per_epoch_resume_like_an_uninterrupted_run(runs):
+    uninterrupted, killed, finished, resumed = runs
+    assert result(resumed) and saved_by(killed) == saved_by(uninterrupted)
+    lines = sorted(re.findall(r"EMA \[.*?\)\]", finished.stdout, re.S))
+    assert len(lines) == 6 and lines[::2] == lines[1::2] and len(set(lines)) == 3  # of 3 epochs, on 2 ranks
+    state, best = (torch.load(uninterrupted / name) for name in ("run.pt", "run.pt.best"))
+    average = {name[7:]: value for name, value in state["ema"].items() if name.startswith("module.")}
+    assert state["ema"]["n_averaged"] == state["flags"]["steps"] * 3 and average.keys() == state["model"].keys()
+    assert state["scheduler"]["last_epoch"] == 3 and state["optimizer"]["param_groups"][0]["lr"] < 1e-9
+    if result(finished)["val_accuracy"] == result(finished)["best"]:
+        assert all(torch.equal(best[name], average[name]) for name in average)
+    assert not torch.equal(best["0.weight"], state["model"]["0.weight"])
+
+
+def test_the_best_weights_give_the_best_metrics_of_the_run(runs):
+    folder, _, finished, _ = runs
+    images = "images = torch.stack([torch.from_numpy(image) for image, _ in val_set])\n"
+    evaluate, infer = parts("Best weights: evaluation and inference")
+    accuracy = "print((classes == torch.tensor(val_set.targets)).sum() / len(val_set))"
+    (folder / "evaluate.py").write_text(f"{evaluate}{images}{infer}{accuracy}")
+    evaluated, accuracy = in_processes(0, folder, "evaluate.py").stdout.splitlines()
+    best = result(finished)["best"]
+    assert ast.literal_eval(evaluated)["val_accuracy"] == pytest.approx(best)
+    assert best > 0.6 and f"tensor({best:.4f})" == accuracy  # of two classes
+
+
+def test_tensorboard_shows_each_epoch_once_after_a_kill_and_a_resume(runs):
+    _, killed, _, resumed = runs
+
+    def points(folder):
+        events = EventAccumulator(str(folder)).Reload()
+        return [(event.step, pytest.approx(event.value)) for event in events.Scalars("val_loss")]
+
+    assert [step for step, _ in points(killed / "of the killed run")] == [1, 2]  # epoch 2 was written, not saved
+    assert [step for step, _ in points(killed / "run.pt.tensorboard")] == [1, 2, 3]
+    assert len(list((killed / "run.pt.tensorboard").glob("events*"))) == 2  # of rank 0, before and after
+    assert points(killed / "run.pt.tensorboard")[-1][1] == result(resumed)["val_loss"]
+
+
+def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(tmp_path):
+    uninterrupted = copy_script(tmp_path / "uninterrupted", "ddp_launch_train", SMALL_MODEL)
+    assert result(train(uninterrupted, 2))
+    once = "if rank == 1 and epoch == step == 2 and not os.path.exists('killed'):\n"
+    kill = "    open('killed', 'w').close(), os.kill(os.getpid(), 9)\n"
+    kill = after(ours("    scheduler.step"), once, kill)
+    folder = copy_script(tmp_path / "killed", "ddp_launch_train", SMALL_MODEL, kill)
+    command = " ".join([block("restarts").strip().replace("per-node=gpu", "per-node=2"), *SMALL])
+    finished = run(["bash", "-c", command], cwd=folder, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
+    assert ": 0 epochs are done" in finished.stdout and ": 1 epochs are done" in finished.stdout
+    for attempt, rank in itertools.product((0, 1), (0, 1)):
+        [log] = folder.glob(f"logs/*/attempt_{attempt}/{rank}/stdout.log")
+        assert f"rank {rank}: process" in log.read_text()
+    assert finished.returncode == 0 and saved_by(folder) == saved_by(uninterrupted)
