@@ -26,6 +26,7 @@ names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.is_available(
 ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")  # quick tests download nothing
 # in_processes() starts processes by fork from a server that has no threads and has imported these.
 multiprocessing.set_forkserver_preload(["pytest", "torch._dynamo", "torchvision", "torchmetrics"])

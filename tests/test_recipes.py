@@ -258,7 +258,8 @@ class Model(nn.Module):
         return self.head(outputs), hidden
 """
 recurrent = code("Recurrent models").replace("range(10)", "range(2)")
-recurrent = f"{RECURRENT}{START}tokens = torch.randint(9, (60 * 80 + 7,))\n{recurrent}{END}assert columns.shape[1] == 60 // world_size\n"
+recurrent = f"{RECURRENT}{START}tokens = torch.randint(9, (60 * 80 + 7,))\n{recurrent}{END}"
+recurrent += "assert columns.shape[1] == 60 // world_size\n"
 texts = "columns = torch.stack([tokens[80 * i : 80 * (i + 1)] for i in range(60)], 1)\n"  # of one process
 
 normalise, seeds, stop = parts("Reinforcement learning")
@@ -621,6 +622,17 @@ def test_tensorboard_shows_each_epoch_once_after_a_kill_and_a_resume(runs):
     assert [step for step, _ in points(killed / "run.pt.tensorboard")] == [1, 2, 3]
     assert len(list((killed / "run.pt.tensorboard").glob("events*"))) == 2  # of rank 0, before and after
     assert points(killed / "run.pt.tensorboard")[-1][1] == result(resumed)["val_loss"]
+
+
+def test_a_program_starts_processes_that_find_each_other(tmp_path):
+    gpus = {'torch.device("cuda", rank)': '"cpu"', "    torch.cuda.set_device(device)\n": ""}
+    gpus |= {", device_id=device": "", '"nccl"': '"gloo"', "torch.cuda.device_count()": "2"}
+    program = edited(code("Start from Python"), *gpus.items())
+    say = "    dist.barrier()\n    print(rank, dist.get_world_size(), flush=True)\n\nif __name__"
+    program = edited(program, ("\nif __name__", say))
+    (tmp_path / "program.py").write_text(f"import torch\nimport torch.distributed as dist\n{program}")
+    finished = run([sys.executable, "program.py"], cwd=tmp_path, PYTHONUNBUFFERED="")
+    assert sorted(finished.stdout.splitlines()) == ["0 2", "1 2"], finished.stderr
 
 
 def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(tmp_path):

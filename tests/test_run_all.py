@@ -124,7 +124,6 @@ def test_without_data_and_apex_and_with_scripts_that_fail(start_stubs, tmp_path)
 
 
 def test_ctrl_c_ends_it(start_stubs, start, tmp_path):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # if pytest was started with &, SIGINT is ignored
     process, log = start(start_stubs, "waiting", STUB_WAITS="2")
     pids = processes_of(process.pid)
     os.killpg(process.pid, signal.SIGINT)
