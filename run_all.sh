@@ -42,7 +42,7 @@ run() {
 }
 
 # Print the table of the rows NAME=CODE from the RESULT lines in the logs. Speed-ups are relative to the first row,
-# those of compiled runs to one_process_compile.
+# those of compiled runs to one_process_compile. Apex and torch.amp have none: their precision is another one.
 table() {
   "$python" - "$logs" "$@" <<'PY'
 import json, pathlib, sys
@@ -58,6 +58,7 @@ for name, code in rows:
     result = json.loads(results[0])
     speed = speeds[name] = result["images_per_second"]
     baseline = speeds.get("one_process_compile" if name.endswith("_compile") else rows[0][0])
+    baseline = None if name.startswith(("apex", "torch")) else baseline  # which has another precision
     lines.append([
         name, str(result["gpus"]), str(result["world_size"]), f"{20 * result['batch_size'] / speed:.3f}",
         f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "", str(result["peak_mib"]),
