@@ -1,5 +1,6 @@
 """What breaks a run: Ctrl-C, kills, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
 
+import contextlib
 import os
 import random
 import re
@@ -33,7 +34,8 @@ def addresses_of(pids):
     sockets = set()
     for pid in pids:
         for file in os.scandir(f"/proc/{pid}/fd"):
-            sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(file.path)))
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(file.path)))
     lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     rows = [line.split() for line in lines.splitlines()]
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
