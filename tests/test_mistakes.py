@@ -98,6 +98,13 @@ generator = np.random.default_rng(21)
 assert different(generator.random() for _ in range(3)) == 3
 assert different(np.random.default_rng(torch.randint(2**31, ()).item()).random() for _ in range(3)) == 6
 """,
+    "The loss is a sum over the images.": """
+model = nn.Linear(6, 1).double()
+right = torch.autograd.grad(model(images).sum(), model.weight)[0]
+ddp_model = DDP(model)
+ddp_model(images[rank::world_size]).sum().backward()
+assert torch.allclose(model.weight.grad, right / world_size)
+""",
     "A hidden state is carried over batches, and a sampler chooses the texts.": """
 texts = torch.arange(48).view(16, 3)
 for batches, right in (
@@ -133,6 +140,12 @@ for right in False, True:
     "`DistributedSampler` splits the validation set.": """
 validated = sum(of_all(list(DistributedSampler(range(11), shuffle=False))), [])
 assert sorted(validated) == [0, *range(11)]  # image 0 counts twice
+""",
+    "Validation draws random numbers, as with a VAE or a diffusion model.": """
+torch.manual_seed(21 + rank)
+noise = torch.randn(11, generator=torch.Generator().manual_seed(21))
+for share, right in (torch.randn(len(noise[rank::world_size])), False), (noise[rank::world_size], True):
+    assert (sorted(sum(of_all(share.tolist()), [])) == sorted(noise.tolist())) == right
 """,
     "AUC, F1, mAP or recall@k is averaged over the ranks.": """
 of_shares = of_all(binary_auroc(scores[rank::world_size], labels[rank::world_size]))
