@@ -172,7 +172,7 @@ OF_STREAM = [
 ]
 two_parts = code("Shorter epochs").replace("= 4", "= 2")
 OUR_PARTS = (OUR_SAMPLER, OUR_SAMPLER.replace("Distributed", "Part"))
-COUNT_FROM_0 = ("sampler.set_epoch(epoch)", inline("Shorter epochs", "For a run")[-1])
+COUNT_FROM_0 = ("sampler.set_epoch(epoch)", inline("Shorter epochs", "For a job")[-1])
 
 groups = code("Gradient accumulation")
 count = "\n    count = sum((labels != -100).sum() for _, labels in group)\n    dist.all_reduce(count)"

@@ -88,7 +88,7 @@ def test_the_rows_on_two_gpus_with_apex(start_stubs, tmp_path):
 
 
 def test_scripts_that_fail_without_data_and_apex(start_stubs, tmp_path):
-    fails = "import os; os.system('sleep 600 & echo LEFT $!'); print('RESULT {}'); raise SystemExit(3)"
+    fails = "import os; os.system('sleep 6000 & echo LEFT $!'); print('RESULT {}'); raise SystemExit(3)"
     (tmp_path / "ddp_spawn_train.py").write_text(fails)
     finished = run([*start_stubs, "--seed", "7"])
     os.kill(int(re.search(r"LEFT (\d+)", finished.stderr)[1]), signal.SIGKILL)  # run_all.sh did not wait for it
