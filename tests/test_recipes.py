@@ -157,7 +157,7 @@ OURS_LABELLED = after(ours(r"tensor.to\(device"), "labels[labels < 4] = -100\n")
 gather, simclr = parts("Contrastive losses")
 simclr = "view_1, view_2 = images, images.flip(1)\n" + simclr.replace("/ 0.1", "* model.scale")
 alone = "def gather(rows):\n    return rows\n"
-SCALE = before(SGD, "model.scale = nn.Parameter(torch.ones((), dtype=torch.float64))\n")
+SCALE = before(SGD, "model.scale = nn.Parameter(torch.ones((), device=device).double())\n")
 
 sampler, use_of_sampler = parts("Weighted sampling")
 read = """
@@ -175,7 +175,7 @@ OUR_PARTS = (OUR_SAMPLER, OUR_SAMPLER.replace("Distributed", "Part"))
 COUNT_FROM_0 = ("sampler.set_epoch(epoch)", inline("Shorter epochs", "For a job")[-1])
 
 groups = code("Gradient accumulation")
-count = "\n    count = sum((labels != -100).sum() for _, labels in group)\n    dist.all_reduce(count)"
+count = "\n    count = sum((labels != -100).sum() for _, labels in group).to(device)\n    dist.all_reduce(count)"
 of_padded = edited(
     groups,
     ("\n    optimizer.zero_grad()", f"{count}\n    optimizer.zero_grad()"),
@@ -192,7 +192,7 @@ loss_d = loss_d + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
 optimizer_d.zero_grad()"""
 two_models = """generator = nn.Sequential(nn.Linear(64, 48), nn.Unflatten(1, (3, 4, 4))).double()
 discriminator = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-model = nn.Sequential(generator, discriminator)
+model = nn.Sequential(generator, discriminator).to(device)
 optimizer, optimizer_d = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
 """
 OF_GAN = [at(SGD, two_models), at(WEIGHTS, weights_of_both), NO_ACCURACY]
