@@ -35,9 +35,8 @@ SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
 SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()
 # 5 steps in an epoch: a smaller last batch is dropped.
 
-# Edits for copy_script. To print the loss of each step:
-EACH_STEP = ("if step % 20 == 0:", "if True:")
-# A model in float64 without BatchNorm, and no augmentation: then the number of processes changes rounding only.
+# Edits for copy_script. A model in float64 without BatchNorm, and no augmentation: then the number of processes
+# changes rounding only.
 RESNET = "common.build_resnet(args.arch, args.image_size, args.pretrained)"
 FLOAT64 = [
     (RESNET, "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 10)).double()"),

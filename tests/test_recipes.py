@@ -252,7 +252,7 @@ approx_kl, target_kl = advantages[:, 0].mean(), 1
 for _ in range(1):
 {indent(stop, "    ")}
 advantages_of_all = [None] * world_size
-dist.all_gather_object(advantages_of_all, advantages)
+dist.all_gather_object(advantages_of_all, advantages.cpu())
 if rank == 0:
     torch.save(dict(advantages=torch.cat(advantages_of_all), approx_kl=approx_kl), "model.pt")
 """

@@ -18,10 +18,12 @@ def initialize(model, optimizer, opt_level):
 
 @contextlib.contextmanager
 def scale_loss(loss, optimizer):
-    print("APEX scale_loss")
-    yield loss * 128
+    scaled_loss = loss * 128
+    scaled_loss.register_hook(lambda _: print("APEX backward"))
+    yield scaled_loss
     for weight in optimizer.param_groups[0]["params"]:
         weight.grad /= 128
+    print("APEX unscale")
 
 
 def master_params(optimizer):
