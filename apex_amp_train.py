@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04
 
 This script is for GPUs without bfloat16 (before Ampere). On newer GPUs, ddp_launch_train.py uses bfloat16, which
-needs no loss scale. On them, models with BatchNorm can be 1.4 times as fast in float16, but not with --compile.
+needs no loss scale. On them, models with BatchNorm are 1.1 times as fast in float16, but not with --compile.
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it

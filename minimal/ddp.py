@@ -41,7 +41,7 @@ def main():
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # 5. Wrap the model: DDP copies rank 0's weights to all ranks, and averages the gradients in each backward().
+    # 5. Wrap the model: DDP copies rank 0's weights to all ranks, and averages the gradients in backward().
     # `model` and `ddp_model` share their weights. Train with `ddp_model`. Otherwise, each GPU would train alone.
     ddp_model = DDP(model)
     torch.manual_seed(21 + rank)  # so that dropout and random transforms differ between ranks
