@@ -249,7 +249,7 @@ if rank == 0:
 """
 ordinary_recurrent = edited(  # of one process
     recurrent,
-    (line("columns = tok", 2, recurrent), "columns = torch.stack(tokens[:4800].split(80), 1)\n"),
+    (line("columns = tok", 2, recurrent), "columns = torch.stack(tokens[:4800].split(80), 1).to(device)\n"),
     at(line("targets = ", 1, recurrent), "inputs, targets = columns[start:][:35], columns[start + 1 :][:35]\n"),
     at(line("scores, hidden", 1, recurrent), "scores, hidden = model(inputs, hidden)\n"),
 )
