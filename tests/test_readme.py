@@ -173,7 +173,7 @@ SLURM_NODEID=0 "$@" && wait $!
 """
 
 
-@pytest.mark.parametrize("name", ["two machines", "slurm"])
+@pytest.mark.parametrize("name", ["two machines", pytest.param("slurm", marks=pytest.mark.slow)])
 def test_the_commands_for_several_machines_train_on_two(name, start, tmp_path):
     copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
     for program, text in ("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n"):
