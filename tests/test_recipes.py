@@ -223,6 +223,7 @@ def codebook(forward):
         self.register_buffer("codes", torch.randn(5, 8))
         self.register_buffer("counts", torch.ones(5))
         self.register_buffer("sums", self.codes.clone())
+        self.codes[4], self.counts[4], self.sums[4] = 100, 0, 0  # this code is never chosen
 
     def forward(self, vectors):
 {forward}        return outputs
@@ -461,13 +462,17 @@ def images(tmp_path_factory):
 
 def test_masks_have_the_crop_of_their_image(images, tmp_path):
     added = functions("IGNORED = 255", code("Images with masks"))
-    _, names = launch_with(tmp_path, *edits_of(code("Images with masks", 1)), added)
+    _, names = launch_with(tmp_path, *edits_of(code("Images with masks", 1), code("Padding", 1)), added)
     for dataset, size in zip(names["load_data"](Namespace(data_dir=images, image_size=8)), (8, 512)):
         for image, mask in dataset:
             known = mask != 255
             assert image.dtype == torch.uint8 and image.shape == (size, size, 3) and mask.shape == (size, size)
             assert torch.equal(mask[known], image[..., 0][known] // 86)
     assert known.sum() == (np.asarray(Image.open(images / "val/masks/29.png")) != 255).sum()  # none is cut off
+    args = Namespace(image_size=8, pretrained=None, precision="fp32")
+    batch = image[None], mask[None]  # the outputs of this "model" are its inputs: scores of three classes
+    loss, outputs, _ = names["compute_loss"](args, torch.nn.Identity(), batch, torch.device("cpu"), training=False)
+    assert torch.equal(outputs, common.prepare(image[None], None)) and loss.isfinite()
 
 
 def test_gathered_rows_are_those_of_the_dataset_in_its_order(tmp_path):
