@@ -46,9 +46,12 @@ def load_cifar10(data_dir, synthetic=None):
 def prepare(images, size, pretrained=False, augment=False):
     """Turn uint8 images (n, height, width, 3) into normalised float32 images (n, 3, size, size), on their device.
 
+    Float images are returned as they are: their dataset has prepared them.
     If `size` is None, images keep their size. `augment` shifts each image at random by up to 4 pixels (mirrored at
     the border), and flips about half of them left-right.
     """
+    if images.is_floating_point():
+        return images
     images = shift_and_flip(images) if augment else images
     mean, std = mean_and_std(bool(pretrained), images.device)
     images = (images.permute(0, 3, 1, 2) - mean) / std
@@ -81,9 +84,9 @@ def shift_and_flip(images):
 def build_resnet(arch, image_size, pretrained=None, classes=10):
     """Return torchvision's ResNet `arch` with `classes` outputs, in channels_last memory format (faster on GPUs).
 
-    Without `pretrained`, a model for images of up to 64 pixels begins with a 3x3 convolution and no pooling, as
-    in the ResNet paper (https://arxiv.org/abs/1512.03385). `pretrained` loads ImageNet weights, to train "all"
-    layers or the "last" one, with all others frozen, BatchNorm included.
+    Without `pretrained`, a model for images of up to 64 pixels begins with a 3x3 convolution and no pooling:
+    ImageNet's first layers would shrink them to a quarter of their width. `pretrained` loads ImageNet weights, to
+    train "all" layers or the "last" one, with all others frozen, BatchNorm included.
     """
     norm_layer = torchvision.ops.FrozenBatchNorm2d if pretrained == "last" else nn.BatchNorm2d
     # Residual branches that start at zero help large batches (https://arxiv.org/abs/1706.02677).
@@ -112,9 +115,9 @@ builtin_print = builtins.print
 def setup_for_distributed(is_master):
     """Silence print() except on rank 0; print(..., force=True) and print(..., file=f) always print."""
 
-    def print(*args, sep=" ", end="\n", force=False, file=None, **kwargs):
+    def print(*args, sep=None, end=None, force=False, file=None, **kwargs):
         if is_master or force or file not in (None, sys.stdout):
-            text = sep.join(map(str, args)) + end
+            text = (" " if sep is None else sep).join(map(str, args)) + ("\n" if end is None else end)
             builtin_print(text, end="", file=file, **kwargs)  # in one piece, so that lines do not mix
 
     builtins.print = print

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import common
 
 
-@record  # torchrun shows the traceback of the process that failed first
+@record  # if an exception ends this process, torchrun's summary shows its traceback
 def main(args):
     # [DDP 1/9] torchrun starts this script once per GPU and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all processes
@@ -39,7 +39,7 @@ def main(args):
         torch.cuda.set_device(device)
 
     # [DDP 3/9] Connect the processes: with NCCL on GPUs, with gloo on CPUs. From here on, a process that waits for
-    # another gives up after ten minutes (gloo: thirty). Only then build the model: layers may use the world size.
+    # another gives up after ten minutes (gloo: thirty), and raises an error.
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
@@ -51,12 +51,12 @@ def main(args):
 
     # [DDP 4/9] Each process loads an equal share of each batch, so the mean of their gradients is the batch's.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler repeats or drops some
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # not DistributedSampler: it repeats images
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's forkserver pickles data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # otherwise, Python 3.14 copies the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
     val_loader = DataLoader(val_share, **options)
-    steps = args.steps = len(train_loader)  # per epoch; in args, so that load_checkpoint() compares it
+    steps = args.steps = len(train_loader)  # per epoch; a resume with another number is refused
 
     model = model.to(device)
     if args.sync_bn:
@@ -70,14 +70,14 @@ def main(args):
     epochs_done, metrics = load_checkpoint(args, stateful)
 
     # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights.
-    ddp_model = DDP(model, gradient_as_bucket_view=True)  # keeps no second copy of the gradients
+    ddp_model = DDP(model)
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
     # [DDP 8/9] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
-        # Compile one graph, and all-reduce after the backward pass: faster, unless the link between GPUs is slow.
+        # Compile in one piece, which was faster on two GPUs. DDP then averages the gradients after backward().
         torch._dynamo.config.optimize_ddp = False
-        ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
+        ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # also saves work of the CPU
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
     for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -102,12 +102,14 @@ def main(args):
         train_loss = loss_sum.item() / steps / world_size  # waits for the GPU before the time is taken
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)
 
-        # [DDP 7/9] All processes must still have the same weights. If not, some gradients were not averaged.
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        sums = torch.stack([weight.detach().abs().sum(dtype=torch.float64) for weight in weights])
-        sums_of_all = [torch.empty_like(sums) for _ in range(world_size)]
-        dist.all_gather(sums_of_all, sums)
-        if not all(torch.allclose(sums_of_all[0], other, rtol=1e-6, equal_nan=True) for other in sums_of_all):
+        # [DDP 7/9] All processes must still have rank 0's weights. If not, some gradients were not averaged.
+        different = torch.zeros((), device=device)  # the number of weights that differ by more than rounding
+        for weight in [weight.detach() for group in optimizer.param_groups for weight in group["params"]]:
+            of_rank_0 = weight.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(of_rank_0, src=0)
+            different += (weight - of_rank_0).abs().float().norm() > 1e-5 * of_rank_0.abs().float().norm()
+        dist.all_reduce(different, op=dist.ReduceOp.SUM)
+        if different:
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
 
         # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
@@ -118,6 +120,7 @@ def main(args):
         val_sums = validate(args, model, val_loader, device)
         dist.all_reduce(val_sums, op=dist.ReduceOp.SUM)
         epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
+        epoch_metrics = {name: float(value) for name, value in epoch_metrics.items()}  # no NumPy numbers
         metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
@@ -139,8 +142,9 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its 
 
 
 def load_data(args):
-    """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
+    """Return the training and the validation set. Their items are (image, label).
 
+    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset.
     With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
@@ -191,7 +195,7 @@ def validate(args, model, loader, device):
 
 
 def metrics_from(val_sums):
-    """Return the metrics, finite Python numbers, from the sums over all images."""
+    """Return the metrics, finite numbers, from the sums over all images."""
     loss, correct, count = val_sums.tolist()
     return dict(val_loss=loss / count, val_accuracy=correct / count)
 
@@ -204,7 +208,8 @@ def save_checkpoint(args, stateful, epoch, metrics):
     states = {name: part.state_dict() for name, part in stateful.items()}
     if metrics[MAIN_METRIC] == metrics["best"]:
         save_atomically(states["model"], f"{args.checkpoint}.best")
-    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
+    flags = json.loads(json.dumps(vars(args), default=str))  # plain values, which torch.load() trusts
+    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=flags), args.checkpoint)
 
 
 def save_atomically(state, path):
@@ -227,7 +232,7 @@ def load_checkpoint(args, stateful):
         return 0, dict(best=-math.inf)
     may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
-        if name not in may_change and saved != vars(args).get(name):
+        if name not in may_change and json.dumps(saved) != json.dumps(vars(args).get(name), default=str):
             raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

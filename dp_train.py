@@ -4,7 +4,8 @@
 
 In each forward pass, nn.DataParallel copies the model from GPU 0 to all GPUs, gives each replica a part of the
 batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all
-replicas on GPU 0. BatchNorm normalises each part by itself, and keeps the statistics of GPU 0's part only.
+replicas on GPU 0. BatchNorm normalises each part by itself, and keeps the statistics of GPU 0's part only. What
+`forward` assigns to `self` on a replica is lost after the step, and a replica's `parameters()` is empty.
 """
 
 import json
@@ -32,10 +33,10 @@ def main(args):
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
     options = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # Python 3.14's forkserver pickles data
+    options["multiprocessing_context"] = "fork" if args.workers else None  # otherwise, Python 3.14 copies the data
     train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
     val_loader = DataLoader(val_set, **options)
-    steps = args.steps = len(train_loader)  # per epoch; in args, so that load_checkpoint() compares it
+    steps = args.steps = len(train_loader)  # per epoch; a resume with another number is refused
 
     # [DP 1/3] Put the model on GPU 0: DataParallel copies it from there.
     model = build_model(args).to(device)
@@ -50,7 +51,7 @@ def main(args):
     # [DP 2/3] Wrap the model, if there are several GPUs. `dp_model` and `model` share their weights.
     dp_model = nn.DataParallel(Autocast(model, args)) if gpus > 1 else model
     if args.compile:
-        dp_model = torch.compile(dp_model, mode="reduce-overhead")  # fuses kernels and records CUDA graphs
+        dp_model = torch.compile(dp_model, mode="reduce-overhead")  # also saves work of the CPU
 
     print(f"process {os.getpid()} on {gpus} GPUs: {epochs_done} epochs are done", flush=True)
     for epoch in range(epochs_done + 1, args.epochs + 1):
@@ -74,6 +75,7 @@ def main(args):
 
         val_sums = validate(args, model, val_loader, device)  # on GPU 0: `dp_model` copies `model` for each batch
         epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
+        epoch_metrics = {name: float(value) for name, value in epoch_metrics.items()}  # no NumPy numbers
         metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
         print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
         if not all(map(math.isfinite, metrics.values())):
@@ -106,8 +108,9 @@ MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its 
 
 
 def load_data(args):
-    """Return the training and the validation set. Their items are (uint8 image (height, width, 3), label).
+    """Return the training and the validation set. Their items are (image, label).
 
+    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset.
     With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
@@ -153,7 +156,7 @@ def validate(args, model, loader, device):
 
 
 def metrics_from(val_sums):
-    """Return the metrics, finite Python numbers, from the sums over all images."""
+    """Return the metrics, finite numbers, from the sums over all images."""
     loss, correct, count = val_sums.tolist()
     return dict(val_loss=loss / count, val_accuracy=correct / count)
 
@@ -166,7 +169,8 @@ def save_checkpoint(args, stateful, epoch, metrics):
     states = {name: part.state_dict() for name, part in stateful.items()}
     if metrics[MAIN_METRIC] == metrics["best"]:
         save_atomically(states["model"], f"{args.checkpoint}.best")
-    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=vars(args)), args.checkpoint)
+    flags = json.loads(json.dumps(vars(args), default=str))  # plain values, which torch.load() trusts
+    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=flags), args.checkpoint)
 
 
 def save_atomically(state, path):
@@ -183,7 +187,7 @@ def load_checkpoint(args, stateful):
     checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
-        if name not in may_change and saved != vars(args).get(name):
+        if name not in may_change and json.dumps(saved) != json.dumps(vars(args).get(name), default=str):
             raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

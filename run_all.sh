@@ -41,22 +41,25 @@ run() {
   sleep 0.2 # until the last lines are shown
 }
 
-# Print the table of the rows NAME=CODE from the RESULT lines in the logs. Speed-ups are relative to the first row,
-# those of compiled runs to one_process_compile. Apex and torch.amp have none: their precision is another one.
+# Print the table of the rows NAME=CODE from the logs. A speed is the median of the epochs, without the first one if
+# there are several. Speed-ups are relative to the first row, those of compiled runs to one_process_compile. Apex and
+# torch.amp have none: their precision is another one.
 table() {
   "$python" - "$logs" "$@" <<'PY'
-import json, pathlib, sys
+import json, pathlib, re, statistics, sys
 
 logs, rows = pathlib.Path(sys.argv[1]), [row.split("=") for row in sys.argv[2:]]
-head = "script,GPUs,processes,s / 20 steps,images/s,speed-up,peak MiB,accuracy".split(",")
+head = "script,GPUs,processes,s / 20 steps,median images/s,speed-up,peak MiB,accuracy".split(",")
 lines, speeds = [head, ["---"] + ["---:"] * 7], {}
 for name, code in rows:
-    results = [line[7:] for line in open(logs / f"{name}.log") if line.startswith("RESULT ")]
+    log = (logs / f"{name}.log").read_text()
+    results = re.findall("(?m)^RESULT (.*)", log)
     if code != "0" or not results:
         lines.append([name, f"failed, exit code {code}: see {logs / name}.log"] + [""] * 6)
         continue
     result = json.loads(results[0])
-    speed = speeds[name] = result["images_per_second"]
+    of_epochs = [float(speed) for speed in re.findall(r"(?m)^epoch .* images_per_second (\S+)", log)]
+    speed = speeds[name] = statistics.median(of_epochs[1:] or of_epochs)
     baseline = speeds.get("one_process_compile" if name.endswith("_compile") else rows[0][0])
     baseline = None if name.startswith(("apex", "torch")) else baseline  # which has another precision
     lines.append([
@@ -135,7 +138,8 @@ PY
   run torch_O1 "${launch[@]}" apex_amp_train.py "${flags[@]}"
 
   {
-    printf '%s\n' "\`bash run_all.sh $*\`, $(date +%Y-%m-%d), $machine" '' "$note" ''
+    printf '%s\n' "\`bash run_all.sh $*\`, $(date +%Y-%m-%d), $machine" '' "$note" '' \
+      "Speeds are medians of the epochs from the second on." ''
     table "${rows[@]}"
   } | tee "$logs/table.md"
   local code=$?

@@ -33,7 +33,9 @@ if __name__ == "__main__":
         print(os.environ.get("CUDA_VISIBLE_DEVICES", "all"), *sys.orig_argv[1:], file=file)
     runs = len(open("runs").readlines())
     result = dict(gpus=torch.cuda.device_count(), world_size=2 if "torch.distributed.run" in sys.orig_argv else 1)
-    result |= dict(batch_size=10, images_per_second=100 * runs, peak_mib=10 * runs, val_accuracy=runs / 100)
+    for epoch, factor in enumerate((1, 150, 90, 100), 1):  # the median from the second epoch on: 100
+        print("epoch", epoch, "train_loss 2.3 images_per_second", factor * runs, "best 0.1")
+    result |= dict(batch_size=10, images_per_second=9, peak_mib=10 * runs, val_accuracy=runs / 100)
     print("RESULT", json.dumps(result))
 """
 COMMON = "def load_cifar10(data_dir):\n    if data_dir != 'here': raise SystemExit('no data')"

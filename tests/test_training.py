@@ -107,7 +107,7 @@ class RandomItems(torch.utils.data.TensorDataset):
         image, label = super().__getitem__(index)
         numbers = [self.epoch, random.random(), common.np.random.rand(), torch.rand(1).item()]
         print('ITEM', *numbers, force=True)
-        return torch.cat([torch.tensor(numbers), image.flatten()[4:]]).view(image.shape), label
+        return torch.cat([torch.tensor(numbers), image.flatten()[4:] / 255]).view(3, 4, 4), label
 
 
 if __name__'''
@@ -169,7 +169,7 @@ def test_ranks_have_their_own_images_in_each_epoch_and_validate_the_same_model(t
 
 
 def test_the_scripts_share_all_lines_that_are_not_their_technique():
-    limits = [("dp", "ddp_launch", 145), ("ddp_launch", "ddp_spawn", 45), ("ddp_launch", "apex_amp", 99)]
+    limits = [("dp", "ddp_launch", 150), ("ddp_launch", "ddp_spawn", 45), ("ddp_launch", "apex_amp", 99)]
     for one, other, limit in limits:  # So who changes a line changes it in all scripts.
         diff = run(["diff", f"{one}_train.py", f"{other}_train.py"], cwd=ROOT).stdout
         assert 0 < len(re.findall("(?m)^[<>]", diff)) <= limit
