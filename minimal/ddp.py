@@ -32,7 +32,7 @@ def main():
     # 4. Each process loads its own share of the images. Otherwise, each would train on all.
     sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; with drop_last, repeats no image
     train_loader = DataLoader(train_set, batch_size=512, sampler=sampler, num_workers=8)  # per process
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # not DistributedSampler: it repeats images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
     val_loader = DataLoader(val_share, batch_size=512, num_workers=8)
 
     model = models.resnet50(num_classes=10)

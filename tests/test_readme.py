@@ -95,71 +95,123 @@ def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
     assert "accuracy" not in finished.stdout and not (tmp_path / "model.pt").exists()
 
 
-# ------------------------------------------------------------ The five checks of a port; step 7 is the second
-
-LOSS = after("            optimizer.step()\n", "print('LOSS', loss.item())\n")
-IN_ORDER = ("seed=21, drop_last", "shuffle=False, drop_last")
+# ------------------------------------------------------------ The checks of a port; step 7 is the second
 
 
-OTHER_RATE = ("lr=1e-3", "lr=2e-2")
+def mistakes_end(check, mistakes, nprocs, folder, *edits):
+    """Run an edited port; then run it with each mistake, which must end it with the message of the check."""
+    old = (ROOT / "minimal" / "ddp.py").read_text()
+    port = edited(old, *edits)
+    assert [train_minimal(nproc, folder, (old, port)).returncode for nproc in nprocs] == [0] * len(nprocs)
+    for name, edit in mistakes.items():
+        finished = train_minimal(nprocs[-1], folder, (old, edited(port, edit)))
+        assert finished.returncode != 0 and re.search(check, finished.stdout), name
 
 
-@pytest.mark.parametrize(("mistake", "equal"), [([], True), ([OTHER_RATE], False)])
-def test_check_1_the_old_script_and_the_port_with_one_process_print_the_same_losses(mistake, equal, tmp_path):
-    old = train_minimal(0, tmp_path, LOSS, ("shuffle=True", "shuffle=False"))
-    port = train_minimal(1, tmp_path, LOSS, IN_ORDER, *mistake)
-    losses = [re.findall("LOSS (.*)", finished.stdout) for finished in (old, port)]
-    assert len(losses[0]) == 4 * 11 and (losses[0] == losses[1]) == equal
+def test_check_1_ends_a_port_whose_first_losses_are_not_those_of_the_old_script(tmp_path):
+    before = ("    for epoch in", "    losses = []\n    for epoch in")
+    loss = "            loss = nn.functional.cross_entropy(model(images), labels)\n"
+    old = train_minimal(0, tmp_path, before, after(loss, block("old losses")), ("shuffle=True", "shuffle=False"))
+    assert old.returncode == 0 and len(torch.load(tmp_path / "losses.pt")) == 3
+    mistakes = {"another rate": ("lr=1e-3", "lr=2e-2"), "another seed": ("seed(21)", "seed(22)")}
+    in_order = ("seed=21, drop_last", "shuffle=False, drop_last")
+    check = after(loss.replace("(model", "(ddp_model"), block("losses"))
+    mistakes_end("not close", mistakes, [1], tmp_path, before, check, in_order)
 
 
-WEIGHTS = "torch.arange(1, 11, device=device).double()"
+LOSS, WEIGHTS = "(ddp_model(images), labels)", "torch.arange(1.0, 11, device=device)"
 CHECK_3 = {
-    "right": ([], 0, 1e-12),
-    "class weights": ([("(ddp_model(images), labels)", f"(ddp_model(images), labels, {WEIGHTS})")], 1e-3, 1),
-    "a wrong factor": ([("loss.backward()", "(loss / world_size).backward()")], 0.49, 0.71),
-    "batch statistics": ([("        model.eval()  # without", "        model.train()  # without")], 1e-3, 10),
+    "class weights": (LOSS, f"(ddp_model(images), labels, {WEIGHTS})"),
+    "a wrong factor": ("loss.backward()", "(loss / world_size).backward()"),
+    "batch statistics": ("        model.eval()  # without", "        model.train()  # without"),
+    "unequal shares": ("batch_size=60 // world_size", "batch_size=20 - (rank == 2)"),
+    "zeros in a new layer": ("ddp_model = DDP(model)", "model[2].weight.data.zero_(); ddp_model = DDP(model)"),
 }
 
 
-@pytest.mark.parametrize("case", CHECK_3)
-def test_check_3_shows_whether_the_gradient_is_that_of_one_process(case, tmp_path):
-    edits, low, high = CHECK_3[case]
-    old = (ROOT / "minimal" / "ddp.py").read_text()
-    new = edited(edited(old, *edits_of(block("gradient"))), *edits)
-    differences = []
-    for nproc in 1, 2, 3:
-        finished = train_minimal(nproc, tmp_path, (old, new))
-        assert finished.returncode == 0
-        differences += map(float, re.findall(r"rank \d: difference (\S+)", finished.stdout))
-    assert len(differences) == 5 and all(low <= difference < high for difference in differences)
-
-
-NO_OPTIMIZER = '+        optimizer.load_state_dict(state["optimizer"])\n'
-NO_SEED = "+        torch.manual_seed(21 + rank + world_size * epoch)\n"
-
-
-@pytest.mark.parametrize(("missing", "equal"), [("nothing", True), (NO_OPTIMIZER, False), (NO_SEED, False)])
-def test_check_4_two_epochs_equal_one_epoch_a_new_start_and_the_second(missing, equal, tmp_path):
-    dropout = ("    model = model.to(device)", "    model = nn.Sequential(nn.Dropout(0.1), model).to(device)")
-    edits = [dropout, *edits_of(block("resume").replace(missing, ""))]
-    for folder, epochs in ("uninterrupted", 2), ("resumed", 1), ("resumed", 2):
-        assert train_minimal(2, tmp_path / folder, *edits, epochs=epochs).returncode == 0
-    states = [torch.load(tmp_path / folder / "run.pt")["model"] for folder in ("uninterrupted", "resumed")]
-    assert all(map(torch.equal, *(state.values() for state in states))) == equal
+def test_check_3_ends_a_port_whose_gradient_is_not_that_of_one_process(tmp_path):
+    message = "the gradient differs by|gradient of zero"
+    mistakes_end(message, CHECK_3, [1, 2, 3], tmp_path, *edits_of(block("gradient")))
 
 
 ALL_REDUCE = "        dist.all_reduce(correct)  # the sum over all ranks\n"
-CHECK_5 = [("", 8), ("sampler=sampler", 1), ("sampler.set_epoch(epoch)", 2)]  # how many indices differ
+NOT_LOADED = {
+    "the optimizer": '+        optimizer.load_state_dict(state["optimizer"])\n',
+    "the seed": "+        torch.manual_seed(21 + rank + world_size * epoch)\n",
+    "a schedule": '+        scheduler.load_state_dict(state["scheduler"])\n',
+}
 
 
-@pytest.mark.parametrize(("missing", "different"), CHECK_5)
-def test_check_5_shows_labels_indices_and_the_numbers_to_validate(missing, different, tmp_path):
-    edits = [(missing, "shuffle=True" if "=" in missing else "pass")] if missing else []
-    finished = train_minimal(2, tmp_path, after(ALL_REDUCE, block("data")), *edits)
-    lines = re.findall(r"rank (\d): labels (\[.*\]) indices (\[.*\]) validates (\d+)", finished.stdout)
-    ranks, labels, indices, numbers = zip(*lines)
-    assert len(lines) == 8 and len(set(labels)) == 1 and len(set(indices)) == different
-    assert sum(map(int, numbers)) == 4 * 61
+@pytest.mark.parametrize("missing", ["nothing", *NOT_LOADED])
+def test_check_4_compares_all_that_a_resumed_and_an_uninterrupted_run_have_saved(missing, tmp_path):
+    load, save = NOT_LOADED["the optimizer"], "state = dict("
+    diff = edited(
+        block("resume"),
+        (load, load + NOT_LOADED["a schedule"]),
+        (save, f"{save}scheduler=scheduler.state_dict(), "),
+        (
+            "+    epochs_done = 0\n",
+            "+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9)\n+    epochs_done = 0\n",
+        ),
+    )
+    dropout = ("    model = model.to(device)", "    model = nn.Sequential(nn.Dropout(0.1), model).to(device)")
+    edits = [
+        dropout,
+        *edits_of(diff.replace(NOT_LOADED.get(missing, "nothing"), "")),
+        after(ALL_REDUCE, "scheduler.step()"),
+    ]
+    for file, epochs in ("uninterrupted.pt", 2), ("of_epoch_1.pt", 1), ("resumed.pt", 2):
+        finished = train_minimal(2, tmp_path, *edits, epochs=epochs)
+        assert finished.returncode == 0
+        if file == "uninterrupted.pt":
+            (tmp_path / "run.pt").rename(tmp_path / file)
+    assert "rank 0: run.pt has 1 epochs" in finished.stdout
+    (tmp_path / "compare.py").write_text(block("compare"))
+    assert (in_processes(0, tmp_path, "compare.py").returncode == 0) == (missing == "nothing")
+
+
+TRAIN_SET = "train=True, download=True, transform=transforms.ToTensor())\n"
+WEIGHTED = "torch.utils.data.WeightedRandomSampler([1.0] * len(train_set), len(train_set)))"
+CHECK_5 = {
+    "no sampler": ("sampler=sampler)", "shuffle=True)"),
+    "a WeightedRandomSampler": ("sampler=sampler)", f"sampler={WEIGHTED}"),
+    "a seed of each rank": ("seed=21, drop", "seed=21 + rank, drop"),
+    "no set_epoch": ("sampler.set_epoch(epoch)", "pass"),
+    "another order of the files": (
+        TRAIN_SET,
+        f"{TRAIN_SET}    train_set = Subset(train_set, range(rank, len(train_set)))\n",
+    ),
+    "other numbers of the classes": (
+        TRAIN_SET,
+        f"{TRAIN_SET}    train_set = [(image, (label + rank) % 10) for image, label in train_set]\n",
+    ),
+}
+
+
+def test_check_5_ends_a_port_whose_ranks_do_not_share_the_images(tmp_path):
+    check = after(
+        "        sampler.set_epoch(epoch)  # 6. Otherwise, all epochs have the same order.\n", block("data")
+    )
+    before = ("    for epoch in", "    previous_images = None\n    for epoch in")
+    message = "come twice|other images|that of the last epoch"
+    mistakes_end(
+        message, CHECK_5, [2, 3], tmp_path, check, before, ("sampler=sampler, num_workers=8", "sampler=sampler")
+    )
+
+
+CHECK_6 = {
+    "a DistributedSampler": (
+        "Subset(val_set, range(rank, len(val_set), world_size))",
+        "Subset(val_set, [*DistributedSampler(val_set, shuffle=False)])",
+    ),
+    "drop_last": ("DataLoader(val_share, batch_size=512,", "DataLoader(val_share, batch_size=2, drop_last=True,"),
+    "the share of a rank": ("dist.all_reduce(correct)", "correct *= world_size"),
+}
+
+
+def test_check_6_ends_a_port_whose_metrics_are_not_those_of_one_process(tmp_path):
+    assert train_minimal(1, tmp_path).returncode == 0  # saves model.pt
+    mistakes_end("not close", CHECK_6, [1, 2, 3], tmp_path, *edits_of(block("metrics")))
 
 
 # ------------------------------------------------------------ Several machines, and an old PyTorch
