@@ -1,6 +1,7 @@
 """How the tests run the scripts: as a user does, with a small model on small synthetic images, on the CPU."""
 
 import faulthandler
+import functools
 import json
 import multiprocessing
 import os
@@ -48,6 +49,9 @@ SMALL_MODEL = (
     RESNET,
     "nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 10))",
 )
+
+# Apex needs a GPU. On the CPU, the folder stand_in has a stand-in for it.
+APEX_ON_THE_CPU = ("(amp is None or args.compile or not torch.cuda.is_available())", "amp is None")
 
 
 def edited(text, *edits):
@@ -123,6 +127,8 @@ def run_program(rank, has_ranks, folder, program, argv, env):
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.dump_traceback_later(LIMIT, exit=True)  # a process that hangs shows where, and ends
     os.environ |= (dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}") if has_ranks else {}) | env
+    start = torch.multiprocessing.start_processes
+    torch.multiprocessing.spawn = functools.partial(start, start_method="fork")  # imports nothing again
     sys.argv, sys.path[0:0] = [str(program), *argv], [str(folder)]
     runpy.run_path(str(program), run_name="__main__")
 
@@ -147,7 +153,8 @@ def in_group(nproc, folder, code):
 
 
 def train(folder, nproc, *flags, script="ddp_launch_train", **env):
-    """Run a copied script in processes, with the checkpoint run.pt."""
+    """Run a copied script in processes, with the checkpoint run.pt. Two scripts start their own processes."""
+    nproc = 0 if script in ("dp_train", "ddp_spawn_train") else nproc
     return in_processes(nproc, folder, f"{script}.py", *SMALL, "--checkpoint", "run.pt", *flags, **env)
 
 

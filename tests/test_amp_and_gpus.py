@@ -5,7 +5,21 @@ import shutil
 
 import pytest
 import torch
-from conftest import ALL_GPUS, GPUS, ROOT, SMALL_MODEL, block, command, copy_script, edits_of, result, run, train
+from conftest import (
+    ALL_GPUS,
+    APEX_ON_THE_CPU,
+    GPUS,
+    RESNET,
+    ROOT,
+    SMALL_MODEL,
+    block,
+    command,
+    copy_script,
+    edits_of,
+    result,
+    run,
+    train,
+)
 
 from apex_amp_train import amp
 
@@ -15,38 +29,49 @@ needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def run_and_resume(folder, start, *edits):
-    """Run apex_amp_train.py for two epochs, and its second epoch again. Return the first run, and both weights."""
+    """Run apex_amp_train.py for two epochs, and its second epoch again. Return both runs, and what they saved."""
     save = "            save_checkpoint(args, stateful, epoch, metrics)\n"
     keep = (save, f"{save}            os.system(f'cp run.pt run.pt.{{epoch}}')\n")
     copy_script(folder, "apex_amp_train", keep, *edits)
-    finished = start()
+    first = start()
     uninterrupted = torch.load(folder / "run.pt", "cpu", weights_only=True)
     shutil.copy(folder / "run.pt.1", folder / "run.pt")
-    assert ": 1 epochs are done" in start().stdout
-    resumed = torch.load(folder / "run.pt", "cpu", weights_only=True)
-    return finished, uninterrupted["model"], resumed["model"]
+    second = start()
+    assert ": 1 epochs are done" in second.stdout
+    return first, second, uninterrupted, torch.load(folder / "run.pt", "cpu", weights_only=True)
+
+
+# Prints the type of the model's outputs, which is float32 without autocast.
+LOSS = "    return nn.functional.cross_entropy("
+SAY_TYPE = (LOSS, f"    print('TYPE', outputs.dtype)\n{LOSS}")
+
+
+def train_apex(folder, *flags):
+    return lambda: train(folder, 1, *flags, script="apex_amp_train")
 
 
 def test_apex_scales_clips_and_steps_and_resumes_like_an_uninterrupted_run(tmp_path):
     shutil.copytree(ROOT / "tests" / "stand_in", tmp_path, dirs_exist_ok=True)
-    edits = ("(amp is None or args.compile or not torch.cuda.is_available())", "amp is None"), SMALL_MODEL
-    flags = "--backend apex --opt-level O2 --clip-grad 0.5".split()
-    first, *weights = run_and_resume(tmp_path, lambda: train(tmp_path, 1, *flags, script="apex_amp_train"), *edits)
+    start = train_apex(tmp_path, *"--backend apex --opt-level O2 --clip-grad 0.5".split())
+    first, _, *saved = run_and_resume(tmp_path, start, APEX_ON_THE_CPU, SMALL_MODEL, SAY_TYPE)
     assert "epoch 1 loss scale 128" in first.stdout and "overridden" not in first.stdout
+    assert set(re.findall("TYPE (.*)", first.stdout)) == {"torch.float32"}
     assert re.findall("APEX (.*)", first.stdout)[:8] == ["backward", "unscale", "master_params", "step"] * 2
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    for name in "model", "amp", "optimizer":
+        torch.testing.assert_close(saved[0][name], saved[1][name], rtol=0, atol=0)
 
 
-def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows(tmp_path):
+def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows_and_keeps_the_scale(tmp_path):
     norm = "nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()"
     say = f"foreach=True)\n    optimizer.register_step_pre_hook(lambda *_: print('NORM', {norm}))\n"
-    overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if step == 1 else 1))")
+    overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if epoch == step == 1 else 1))")
     scale = ("GradScaler(device.type)", "GradScaler(device.type, init_scale=256)")
-    copy_script(tmp_path, "apex_amp_train", ("fused=True)\n", say), overflow, scale, SMALL_MODEL)
-    finished = train(tmp_path, 1, "--epochs", "1", "--clip-grad", "0.125", script="apex_amp_train")
-    norms = [float(norm) for norm in re.findall("NORM (.*)", finished.stdout)]
-    assert norms == [pytest.approx(0.125, rel=2e-3)] * 4  # of five steps, the first is skipped
-    assert "loss scale 128" in finished.stdout
+    edits = ("fused=True)\n", say), overflow, scale, SMALL_MODEL, SAY_TYPE
+    first, second, *_ = run_and_resume(tmp_path, train_apex(tmp_path, "--clip-grad", "0.125"), *edits)
+    assert set(re.findall("TYPE (.*)", first.stdout)) == {"torch.float16"}
+    norms = [float(norm) for norm in re.findall("NORM (.*)", first.stdout)]
+    assert norms == [pytest.approx(0.125, rel=2e-3)] * 9  # of ten steps, the first is skipped
+    assert re.findall("loss scale (.*)", first.stdout + second.stdout) == ["128"] * 3
 
 
 def test_gradients_that_are_nan_in_each_step_end_the_run_though_its_loss_is_finite(tmp_path):
@@ -90,17 +115,22 @@ def test_apexs_own_ddp_and_sync_bn_train_like_pytorchs(tmp_path):
 def test_every_level_trains_clips_and_resumes_like_an_uninterrupted_run(level, tmp_path):
     flags = [*FLAGS, "--clip-grad", "1", "--checkpoint", "run.pt"]
     flags += [] if level == "torch" else ["--backend", "apex", "--opt-level", level]
-    arguments = command("apex_amp_train", *flags, nproc=1, folder=tmp_path)
+    arguments = command("apex_amp_train", *flags, nproc=min(GPUS, 2), folder=tmp_path)
     same = ("    train_set, val_set", "    torch.backends.cudnn.deterministic = True\n    train_set, val_set")
-    first, *weights = run_and_resume(tmp_path, lambda: run(arguments, cwd=tmp_path, **ALL_GPUS), same)
-    assert result(first)["gpus"] == 1
-    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-5)
+    first, _, *saved = run_and_resume(tmp_path, lambda: run(arguments, cwd=tmp_path, **ALL_GPUS), same)
+    assert result(first)["gpus"] == min(GPUS, 2)
+    torch.testing.assert_close(saved[0]["model"], saved[1]["model"], rtol=1e-3, atol=1e-5)
 
 
 CALL, WRAPPED = "(args, ddp_model, batch", "    ddp_model.broadcast_buffers = False\n"
+RIGHT = {
+    "the script as it is": [],
+    "a frozen layer": [(f"return {RESNET}", f"model = {RESNET}; model.fc.requires_grad_(False); return model")],
+}
 MISTAKES = {
-    "none": [],
     "trained with model": [(CALL, "(args, model, batch")],
+    # Only weights that start at 0 change by more than rounding.
+    "trained with model at a tiny rate": [(CALL, "(args, model, batch"), ("else args.lr", "else 1e-10")],
     "moved to the CPU and back": [(WRAPPED, f"{WRAPPED}    model.cpu(); model.to(device)\n")],
     "no_sync": [(WRAPPED, f"{WRAPPED}    ddp_model.require_backward_grad_sync = False\n")],
 }
@@ -111,10 +141,10 @@ RUNS += [pytest.param(f"{APEX} {level}", marks=needs_apex) for level in ("O1", "
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("arguments", RUNS)
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_on_gpus_different_weights_end_the_run_and_equal_ones_do_not(mistake, arguments, tmp_path):
-    finished = run_on_gpus(f"{arguments} --checkpoint {tmp_path}/run.pt", tmp_path, *MISTAKES[mistake])
-    if mistake == "none":
+@pytest.mark.parametrize("case", RIGHT | MISTAKES)
+def test_on_gpus_different_weights_end_the_run_and_equal_ones_do_not(case, arguments, tmp_path):
+    finished = run_on_gpus(f"{arguments} --checkpoint {tmp_path}/run.pt", tmp_path, *(RIGHT | MISTAKES)[case])
+    if case in RIGHT:
         assert result(finished)["gpus"] == GPUS
     else:
         assert "after epoch 1, the weights of the processes differ" in finished.stderr + finished.stdout

@@ -1,5 +1,6 @@
 """common.py: the data, its augmentation, the model, printing, seeding."""
 
+import argparse
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from conftest import SCRIPTS
 from torchvision.datasets import CIFAR10
 
 import common
@@ -58,13 +60,24 @@ def test_augmentation_shifts_and_flips_each_image_on_its_own():
     assert seen <= possible and len(seen) > 140
 
 
-def test_images_are_resized_and_normalised_as_torchvision_does():
-    images = torch.randint(256, (3, 24, 24, 3), dtype=torch.uint8)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_model_gets_images_resized_and_normalised_as_torchvision_does_or_float_images_unchanged(script):
+    images, labels, seen = torch.randint(256, (3, 24, 24, 3), dtype=torch.uint8), torch.zeros(3).long(), []
     transform = torchvision.models.ResNet50_Weights.DEFAULT.transforms  # by default, normalises as for ImageNet
     cifar10 = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
-    for pretrained, numbers in (None, cifar10), ("all", {}):
+
+    def model(images):
+        seen.append(images)
+        return images.flatten(1)
+
+    for pretrained, numbers in (None, cifar10), ("all", {}), ("last", {}):
+        compute_loss, cpu = __import__(script).compute_loss, torch.device("cpu")
+        args = argparse.Namespace(image_size=8, pretrained=pretrained, precision="fp32", backend="apex")
         expected = transform(crop_size=8, resize_size=8, **numbers)(images.permute(0, 3, 1, 2) / 255)
-        torch.testing.assert_close(common.prepare(images, 8, pretrained), expected, rtol=1e-4, atol=1e-5)
+        compute_loss(args, model, (images, labels), cpu, training=False)
+        torch.testing.assert_close(seen.pop(), expected, rtol=1e-4, atol=1e-5)
+        compute_loss(args, model, (expected, labels), cpu, training=True)
+        assert seen.pop() is expected
 
 
 def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
@@ -72,8 +85,9 @@ def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
     common.setup_for_distributed(is_master=False)
     print("silent")
     print("forced", "too", sep=", ", force=True)
+    print("as", "usual", sep=None, end=None, force=True)
     print("an error", file=sys.stderr)
-    assert capsys.readouterr() == ("forced, too\n", "an error\n")
+    assert capsys.readouterr() == ("forced, too\nas usual\n", "an error\n")
 
 
 def test_a_seed_an_epoch_and_a_rank_give_python_numpy_and_pytorch_numbers_of_their_own():

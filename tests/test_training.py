@@ -5,11 +5,25 @@ import ast
 import contextlib
 import os
 import re
+import shutil
 import sys
 
 import pytest
 import torch
-from conftest import FLOAT64, ROOT, SCRIPTS, SMALL_MODEL, command, copy_script, result, run, saved_by, train
+from conftest import (
+    APEX_ON_THE_CPU,
+    FLOAT64,
+    RESNET,
+    ROOT,
+    SCRIPTS,
+    SMALL_MODEL,
+    command,
+    copy_script,
+    result,
+    run,
+    saved_by,
+    train,
+)
 
 import ddp_spawn_train
 import dp_train
@@ -49,7 +63,7 @@ def test_spawn_trains_like_launch_bit_for_bit_and_returns_the_metrics_to_a_noteb
     (launch, _), (spawn, finished) = first_runs["ddp_launch_train"], first_runs["ddp_spawn_train"]
     assert saved_by(launch) == saved_by(spawn)
     returned = ast.literal_eval(re.search("RETURNED (.*)", finished.stdout)[1])
-    assert "val_accuracy" in returned and returned.items() < result(finished).items()
+    assert returned == torch.load(spawn / "run.pt")["metrics"]
 
 
 def test_launch_without_arguments_ignores_the_flags_of_a_notebooks_kernel(monkeypatch):
@@ -97,58 +111,79 @@ def test_the_optimizer_and_its_schedule(script):
 # Rank 0 is killed when it has written the checkpoint of epoch 2, but not yet given it its name.
 KILLED_IN_EPOCH_2 = ("    os.replace(", "    if state.get('epoch') == 2: os.kill(os.getpid(), 9)\n    os.replace(")
 
-# The first pixels of these images are the epoch and three random numbers, which are also printed.
-RANDOM_ITEMS = '''
-class RandomItems(torch.utils.data.TensorDataset):
-    epoch = 0
+# An ordinary copy: own data with random transforms, an own model, own metrics, and a flag that is a Path.
+ITEMS = """
+class Items(torch.utils.data.TensorDataset):
+    def __init__(self, data):
+        super().__init__(*data.tensors)
+        self.scale = lambda image: (image.permute(2, 0, 1)[:, :4, :4] / 255 - 0.5) / 0.25  # cannot be pickled
 
     def __getitem__(self, index):
-        import random
+        numbers = random.random(), common.np.random.rand(), torch.rand(1).item()
+        os.write(1, "ITEM {} {} {}\\n".format(*numbers).encode())
         image, label = super().__getitem__(index)
-        numbers = [self.epoch, random.random(), common.np.random.rand(), torch.rand(1).item()]
-        print('ITEM', *numbers, force=True)
-        return torch.cat([torch.tensor(numbers), image.flatten()[4:] / 255]).view(3, 4, 4), label
+        return self.scale(image) + sum(numbers), label
 
 
-if __name__'''
+def load_data(args):
+    torch.multiprocessing.set_start_method("forkserver", force=True)  # Python 3.14's default
+    return [Items(data) for data in common.load_cifar10("", args.synthetic)]
 
 
-def test_a_run_that_is_killed_while_it_saves_resumes_exactly_with_random_items_and_workers(tmp_path):
-    edits = [
-        SMALL_MODEL,
-        ("\nif __name__", RANDOM_ITEMS),
-        ("val_set = load_data(args)", "val_set = [RandomItems(*data.tensors) for data in load_data(args)]"),
-        ("        ddp_model.train()\n", "        train_set.epoch = epoch\n        ddp_model.train()\n"),
-        ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "val_loss"'),  # It falls, so epoch 1 is the "best".
-    ]
-    uninterrupted = copy_script(tmp_path / "uninterrupted", "ddp_launch_train", *edits)
-    first = train(uninterrupted, 2, "--workers", "2")
-    killed = copy_script(tmp_path / "killed", "ddp_launch_train", *edits, KILLED_IN_EPOCH_2)
-    assert train(killed, 2, "--workers", "2").returncode != 0
-    of_epoch_1 = torch.load(killed / "run.pt", weights_only=True)["model"]
-    copy_script(killed, "ddp_launch_train", *edits)
-    second = train(killed, 2, "--workers", "2")
-    assert ": 1 epochs are done" in second.stdout and result(second)
-    assert saved_by(killed) == saved_by(uninterrupted)
-    assert torch.equal(torch.load(killed / "run.pt.best")["4.weight"], of_epoch_1["4.weight"])
-    epochs, *numbers = zip(*re.findall("ITEM (.*) (.*) (.*) (.*)", first.stdout))
-    assert set(epochs) == {"0", "1", "2"}  # A changed attribute of the dataset reaches the next epoch's workers.
-    assert all(len(set(column)) == len(epochs) for column in numbers)  # No random number is used twice.
+if __name__"""
+NUMPY = "dict(accuracy=common.np.float64(correct / count), loss=common.np.float32(loss / count))"
+OWN = [
+    ("import json\n", "import json\nimport pathlib\nimport random\n"),
+    ("\nif __name__", ITEMS),
+    SMALL_MODEL,
+    ("dict(val_loss=loss / count, val_accuracy=correct / count)", NUMPY),
+    ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "loss"'),  # It falls, so epoch 1 is the "best".
+    ('    add("--seed"', '    add("--masks", type=pathlib.Path, default=pathlib.Path("masks"))\n    add("--seed"'),
+]
 
 
-def test_on_three_machines_without_a_shared_disk_rank_0_alone_reads_and_saves_the_checkpoint(tmp_path):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_while_it_saves(script, tmp_path):
+    def start(folder, *flags, edits=()):
+        copy_script(tmp_path / folder, script, *OWN, *edits)
+        return train(tmp_path / folder, 2, "--workers", "2", *flags, script=script)
+
+    uninterrupted, killed = start("uninterrupted"), start("killed", edits=[KILLED_IN_EPOCH_2])
+    assert killed.returncode != 0
+    of_epoch_1 = torch.load(tmp_path / "killed" / "run.pt", weights_only=True)["model"]
+    say = [("    launch(sys.argv[1:])", "    print('RETURNED', launch(sys.argv[1:]))")]
+    say *= script == "ddp_spawn_train"
+    resumed, finished = start("killed", edits=say), start("killed", edits=say)
+    assert ": 1 epochs are done" in resumed.stdout and ": 2 epochs are done" in finished.stdout
+    assert result(resumed) == result(finished)  # which had nothing left to train
+    assert saved_by(tmp_path / "killed") == saved_by(tmp_path / "uninterrupted")
+    saved, best = (torch.load(tmp_path / "killed" / name, weights_only=True) for name in ("run.pt", "run.pt.best"))
+    assert torch.equal(best["4.weight"], of_epoch_1["4.weight"])
+    returned = re.findall("RETURNED (.*)", resumed.stdout + finished.stdout)
+    assert [ast.literal_eval(metrics) for metrics in returned] == [saved["metrics"]] * 2 * len(say)
+    columns = list(zip(*re.findall("ITEM (.*) (.*) (.*)", uninterrupted.stdout)))
+    assert all(len(set(column)) == len(column) > 200 for column in columns)  # No random number is used twice.
+    sentence = "run.pt has {}: use its flags and data, or a new file"
+    assert sentence.format("masks=masks") in start("killed", "--masks", "other").stdout
+    assert sentence.format("steps=5") in start("killed", edits=[("args.synthetic)]", "73)]")]).stdout
+
+
+@pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
+def test_on_three_machines_without_a_shared_disk_rank_0_alone_reads_and_saves_the_checkpoint(script, tmp_path):
     line = "    # [DDP 2/9]"
     own_folder = "    os.makedirs(f'machine {rank}', exist_ok=True)\n    os.chdir(f'machine {rank}')\n"
     for nproc, edits in (2, [KILLED_IN_EPOCH_2]), (3, []):  # The resumed run has one more machine.
-        copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, (line, own_folder + line), *edits)
-        finished = train(tmp_path, nproc, LOCAL_RANK="0")
+        copy_script(tmp_path, script, SMALL_MODEL, (line, own_folder + line), *edits)
+        finished = train(tmp_path, nproc, script=script, LOCAL_RANK="0")
     assert finished.stdout.count(": 1 epochs are done") == result(finished)["world_size"] == 3
     assert {path.parent.name for path in tmp_path.glob("machine */*")} == {"machine 0"}
 
 
+CLOCK = ("import time\n", "import time; time.perf_counter = iter(range(9)).__next__\n")  # one second an epoch
+
+
 def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(tmp_path):
-    clock = ("import time\n", "import time; time.perf_counter = iter(range(9)).__next__\n")  # one second an epoch
-    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, clock)
+    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, CLOCK)
     states = []
     for nproc in 1, 2, 3:
         # 59 images are no equal shares for 2 and 3 processes: each must be validated once, none twice.
@@ -166,6 +201,37 @@ def test_ranks_have_their_own_images_in_each_epoch_and_validate_the_same_model(t
     models, images = zip(*re.findall("EPOCH (.*) IMAGES (.*)", finished.stdout))
     assert len(models) == len(set(images)) == 4  # one for each rank and epoch
     assert len(set(models)) == 2  # one for each epoch; before validation, BatchNorm gets rank 0's statistics
+
+
+# In float64, scaling a loss by a power of two changes no bit of its unscaled gradients.
+BITS = [
+    (RESNET, f"{SMALL_MODEL[1]}.double()"),
+    ("augment=training)  # labels", "augment=training).double()  # labels"),
+    ("outputs.float()", "outputs"),
+    CLOCK,
+]
+SHUFFLED_ALIKE = [
+    ("shuffle=True", "sampler=(sampler := torch.utils.data.DistributedSampler(train_set, 1, 0, seed=args.seed))"),
+    ("        dp_model.train()", "        sampler.set_epoch(epoch)\n        dp_model.train()"),
+]
+LIKE_LAUNCH = {  # the number of processes, flags, edits
+    "dp_train": (1, [], SHUFFLED_ALIKE),
+    "ddp_spawn_train": (2, [], []),
+    "apex_amp_train": (2, [], [('enabled=args.backend == "torch"', "enabled=False")]),
+    "apex_amp_train with Apex": (2, "--backend apex --opt-level O2".split(), [APEX_ON_THE_CPU]),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_LAUNCH)
+def test_each_script_trains_like_ddp_launch_train_bit_for_bit(name, tmp_path):
+    (nproc, flags, edits), script = LIKE_LAUNCH[name], name.split()[0]
+    shutil.copytree(ROOT / "tests" / "stand_in", tmp_path / "other")
+    flags = [*flags, "--synthetic", "59"]  # no equal shares for two processes
+    launch = train(copy_script(tmp_path / "launch", "ddp_launch_train", *BITS), nproc, "--synthetic", "59")
+    other = train(copy_script(tmp_path / "other", script, *BITS, *edits), nproc, *flags, script=script)
+    saved = saved_by(tmp_path / "other")
+    saved[0].pop("amp", None)
+    assert saved == saved_by(tmp_path / "launch") and result(other) == result(launch)
 
 
 def test_the_scripts_share_all_lines_that_are_not_their_technique():

@@ -9,11 +9,41 @@ import pytest
 from conftest import SMALL, SMALL_MODEL, copy_script, in_processes
 
 CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
+CHECK = "        # [DDP 7/9]"
 WRAP, WRAPPED = "    # [DDP 5/9]", "    ddp_model.broadcast_buffers = False"
 OPTIMIZER, OUTPUTS = "    return torch.optim.SGD(model.parameters()", "outputs.float(), labels)"
 SAVE = "            save_checkpoint(args, stateful, epoch, metrics)"
+# With a tiny learning rate, the sum of the absolute values hardly changes, as some of them grow and some shrink.
+TINY_RATE = f"    return torch.optim.AdamW(model.parameters(), 3e-7)\n{OPTIMIZER}"
+SUMS_ARE_EQUAL = """        for weight in model.parameters():
+            sums = weight.detach().abs().sum(dtype=torch.float64).repeat(2)
+            dist.broadcast(sums[0], src=0)
+            assert torch.allclose(*sums, rtol=1e-6)
+"""
+NO_BIAS = "nn.Sequential(nn.Flatten(), nn.Linear(48, 4096, False), nn.ReLU(), nn.Linear(4096, 10, False))"
 
+
+def training(*weights):
+    """Return an edit that gives weights to the optimizer that have no gradients."""
+    frozen = f"[nn.Parameter(weight, requires_grad=False) for weight in [{', '.join(weights)}]]"
+    return {OPTIMIZER: f"    return torch.optim.SGD([*model.parameters(), *{frozen}], lr)\n{OPTIMIZER}"}
+
+
+KINDS = {
+    "zeros": "torch.zeros(3)",
+    "complex": "torch.randn(3, dtype=torch.complex64)",
+    "uint8": "torch.arange(3, dtype=torch.uint8)",
+    "float16": "torch.randn(3).half()",
+    "transposed": "torch.randn(3, 4).T",
+}
 DIFFERENT = {
+    **{f"{kind} weights": training(f"{weight} + dist.get_rank()") for kind, weight in KINDS.items()},
+    "a tiny learning rate": {
+        SMALL_MODEL[1]: NO_BIAS,
+        CALL: "(args, model, batch",
+        OPTIMIZER: TINY_RATE,
+        CHECK: f"{SUMS_ARE_EQUAL}{CHECK}",
+    },
     "training with model": {CALL: "(args, model, batch"},
     "training the last layer alone with model": {
         CALL: "(args, model, batch",
@@ -56,6 +86,7 @@ DIFFERENT = {
 NOISE = "1 + rank * 1e-7 * torch.randn_like(weight)"  # float32 has a precision of 1.2e-7
 EQUAL = {
     "the script as it is": {},
+    "weights of all kinds": training(*KINDS.values()),
     "frozen layers": {WRAP: f"    model[0].requires_grad_(False)\n{WRAP}"},
     "clipped gradients": {STEP: f"nn.utils.clip_grad_norm_(model.parameters(), 0.1); {STEP}"},
     "GPUs that round differently": {STEP: f"{STEP}; [weight.data.mul_({NOISE}) for weight in model.parameters()]"},

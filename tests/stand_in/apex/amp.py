@@ -1,28 +1,47 @@
-"""A stand-in for apex.amp, on the CPU. Its scale is always 128."""
+"""A stand-in for apex.amp, on the CPU. Its scale is always 128.
+
+At O2, Apex's model has float16 weights, and its optimizer float32 copies of them, made in the first backward pass.
+Here, the model's weights stay as they are, and the copies are float64.
+"""
 
 import contextlib
 import types
 
+weights = []  # of the model
+
 
 def initialize(model, optimizer, opt_level):
-    step = optimizer.step
+    weights.extend(model.parameters())
+    step, made = optimizer.step, []
+
+    def make_copies():
+        if opt_level == "O2" and not made:
+            made.extend(weight.detach().double() for weight in weights)
+            for weight, copy in zip(weights, made):
+                state = optimizer.state.pop(weight)
+                optimizer.state[copy] = {name: value.double() for name, value in state.items()}
+            optimizer.param_groups[0]["params"] = made
 
     def say_and_step(self):
         print("APEX step")
         step()
+        for weight, copy in zip(weights, optimizer.param_groups[0]["params"]):
+            weight.data.copy_(copy)
 
     optimizer.step = types.MethodType(say_and_step, optimizer)  # as Apex does
-    optimizer._amp_lazy_init = lambda: None
+    optimizer.zero_grad = model.zero_grad
+    optimizer._amp_lazy_init = make_copies
     return model, optimizer
 
 
 @contextlib.contextmanager
 def scale_loss(loss, optimizer):
+    optimizer._amp_lazy_init()
     scaled_loss = loss * 128
     scaled_loss.register_hook(lambda _: print("APEX backward"))
     yield scaled_loss
-    for weight in optimizer.param_groups[0]["params"]:
-        weight.grad /= 128
+    for weight, copy in zip(weights, optimizer.param_groups[0]["params"]):
+        copy.grad = weight.grad.to(copy.dtype) / 128
     print("APEX unscale")
 
 
