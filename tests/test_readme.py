@@ -181,6 +181,10 @@ CHECK_5 = {
         TRAIN_SET,
         f"{TRAIN_SET}    train_set = Subset(train_set, range(rank, len(train_set)))\n",
     ),
+    "random_split without a generator": (
+        TRAIN_SET,
+        f"{TRAIN_SET}    torch.rand(rank); train_set = torch.utils.data.random_split(train_set, [400, 10])[0]\n",
+    ),
     "other numbers of the classes": (
         TRAIN_SET,
         f"{TRAIN_SET}    train_set = [(image, (label + rank) % 10) for image, label in train_set]\n",
@@ -199,18 +203,21 @@ def test_check_5_ends_a_port_whose_ranks_do_not_share_the_images(tmp_path):
     )
 
 
+AVERAGE = "correct = correct * len(val_set) / len(val_share) / world_size"
 CHECK_6 = {
     "a DistributedSampler": (
         "Subset(val_set, range(rank, len(val_set), world_size))",
         "Subset(val_set, [*DistributedSampler(val_set, shuffle=False)])",
     ),
     "drop_last": ("DataLoader(val_share, batch_size=512,", "DataLoader(val_share, batch_size=2, drop_last=True,"),
+    "an average over the ranks": ("dist.all_reduce(correct)", f"{AVERAGE}; dist.all_reduce(correct)"),
+    "random numbers": ("(model(images.to", "(model(torch.randn_like(images) + images.to"),
     "the share of a rank": ("dist.all_reduce(correct)", "correct *= world_size"),
 }
 
 
 def test_check_6_ends_a_port_whose_metrics_are_not_those_of_one_process(tmp_path):
-    assert train_minimal(1, tmp_path).returncode == 0  # saves model.pt
+    assert train_minimal(1, tmp_path, ("lr=1e-3", "lr=2e-3"), epochs=1).returncode == 0  # saves model.pt
     mistakes_end("not close", CHECK_6, [1, 2, 3], tmp_path, *edits_of(block("metrics")))
 
 
