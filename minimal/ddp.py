@@ -33,7 +33,7 @@ def main():
     sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; with drop_last, repeats no image
     train_loader = DataLoader(train_set, batch_size=512, sampler=sampler, num_workers=8)  # per process
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
-    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)
+    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)  # without drop_last: all images count
 
     model = models.resnet50(num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images
