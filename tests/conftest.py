@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,11 @@ def run_program(rank, has_ranks, folder, program, argv, env):
     start = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(start, start_method="fork")  # imports nothing again
     sys.argv, sys.path[0:0] = [str(program), *argv], [str(folder)]
-    runpy.run_path(str(program), run_name="__main__")
+    try:
+        runpy.run_path(str(program), run_name="__main__")
+    except Exception:
+        traceback.print_exc()  # of each process: start_processes() shows that of one alone
+        raise
 
 
 GROUP = """

@@ -89,6 +89,14 @@ def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(n
     assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
 
 
+def test_of_two_machines_rank_0_alone_prints_and_saves(tmp_path):
+    line = '    world_size = int(os.environ["WORLD_SIZE"])  # number of processes\n'
+    own_folder = after(line, "os.mkdir(f'machine {rank}')\nos.chdir(f'machine {rank}')\n")
+    finished = train_minimal(2, tmp_path, ('int(os.environ["LOCAL_RANK"])', "0"), own_folder)
+    assert finished.returncode == 0 and finished.stdout.count("accuracy") == 4
+    assert [path.parent.name for path in tmp_path.glob("machine */model.pt")] == ["machine 0"]
+
+
 def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
     finished = train_minimal(2, tmp_path, ("(ddp_model(images)", "(model(images)"))
     assert finished.returncode != 0 and "the weights of the ranks differ" in finished.stdout
