@@ -1,4 +1,4 @@
-"""RECIPES.md: each recipe runs in one of our scripts, in minimal/ddp.py or in a small program."""
+"""RECIPES.md: each block runs in one of our scripts, in minimal/ddp.py or in a small program."""
 
 import ast
 import itertools
@@ -30,35 +30,18 @@ from conftest import (
     train,
 )
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics.functional.classification import multiclass_f1_score
 
 import common
 
-INDEX, *SECTIONS = (ROOT / "RECIPES.md").read_text().split("\n## ")
-SECTIONS = {section.splitlines()[0]: section for section in SECTIONS}
-MINIMAL, LAUNCH = ((ROOT / path).read_text() for path in ("minimal/ddp.py", "ddp_launch_train.py"))
+PAGE, MINIMAL, LAUNCH = (
+    (ROOT / path).read_text() for path in ("RECIPES.md", "minimal/ddp.py", "ddp_launch_train.py")
+)
 
 
-def section(start):
-    """Return the recipe whose title starts so."""
-    [found] = [text for title, text in SECTIONS.items() if title.startswith(start)]
-    return found
-
-
-def code(title, number=0):
-    """Return a code block of a recipe."""
-    return re.findall(r"```\w+\n(.*?)```", section(title), re.S)[number]
-
-
-def parts(title):
-    """Return the parts of a recipe's first code block that begin with a comment."""
-    return [part.rstrip("\n") + "\n" for part in re.split(r"\n\n(?=#)", code(title))]
-
-
-def inline(title, start):
-    """Return the pieces of code in a paragraph of a recipe that starts with these words."""
-    [paragraph] = [text for text in section(title).split("\n\n") if text.startswith(start)]
-    return re.findall("`(.*?)`", paragraph.split("```")[0].replace("\n", " "))
+def parts(name):
+    """Return the parts of a block that begin with a comment, and what stands before them."""
+    return [part.rstrip("\n") + "\n" for part in re.split(r"\n\n(?=#)", block(name))]
 
 
 def line(pattern, lines=1, text=MINIMAL):
@@ -102,32 +85,211 @@ def launch_with(folder, *edits):
     return folder, scope
 
 
-def test_the_index_links_to_each_recipe_and_names_scripts_that_its_diffs_fit(tmp_path):
-    links, names = zip(*re.findall(r"\n\| \[.*?\]\(#(.*?)\) \|.*?\| ?(.*?) ?\|", INDEX))
-    assert list(links) == [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in SECTIONS]
-    assert set(re.findall(r"\(#(.*?)\)", "".join(SECTIONS.values()))) <= set(links)
-    fits = {"": [], "all": SCRIPTS, "DDP": SCRIPTS[1:], "launch, spawn": SCRIPTS[1:3], "launch": SCRIPTS[1:2]}
-    fits |= {"spawn": SCRIPTS[2:3], "apex": SCRIPTS[3:]}
-    for recipe, scripts in zip(SECTIONS.values(), names):
-        diffs = re.findall(r"```diff\n(.*?)```", recipe, re.S)
-        assert fits[scripts] or not diffs
-        for script, diff in itertools.product(fits[scripts], diffs):
-            folder = copy_script(tmp_path, script, *edits_of(diff))
+# The scripts that a diff fits. Other diffs fit all scripts with DDP.
+FITS = {"F1 in our scripts": SCRIPTS, "schedule per epoch": SCRIPTS, "apex ddp": SCRIPTS[3:]}
+
+
+def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_each_recipe(tmp_path):
+    blocks = re.findall(r"<!-- test: (.*?) -->\n```(\w+)\n", PAGE)
+    tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
+    assert len(blocks) == len(dict(blocks)) == PAGE.count("\n```") / 2
+    assert all(f'"{name}"' in tests for name, _ in blocks)
+    for name in [name for name, language in blocks if language == "diff"]:
+        for script in FITS.get(name, SCRIPTS[1:]):
+            folder = copy_script(tmp_path, script, *edits_of(block(name)))
             compile((folder / f"{script}.py").read_text(), script, "exec")
+    titles = re.findall("(?m)^## (.*)", PAGE)
+    anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+    assert re.findall(r"\(#(.*?)\)", PAGE.split("\n## ")[0]) == anchors
+    assert set(re.findall(r"\(#(.*?)\)", PAGE)) <= set(anchors)
 
 
-# ------------------------------------------------------------ Same weights on 1, 2 and 3 processes
+# ------------------------------------------------------------ Losses: the gradient of 1, 2 and 3 processes
+
+LOSS_PROGRAM = """
+torch.set_default_dtype(torch.float64)
+torch.use_deterministic_algorithms(True)
+device, cross_entropy, mine = "cpu", nn.functional.cross_entropy, slice(rank, None, world_size)
+class_weights, results = torch.tensor([1.0, 5.0, 0.2, 3.0]), {}
+for name, case in CASES.items():
+    torch.manual_seed(1)
+    scope = dict(globals())
+    exec(case, scope)
+    weights = list(scope["model"].parameters())
+    if all(weight.grad is None for weight in weights):
+        scope["loss"].backward()
+    losses = [None] * world_size
+    dist.all_gather_object(losses, scope["loss"].item())
+    results[name] = torch.cat([weight.grad.flatten() for weight in weights]), losses
+if rank == 0:
+    torch.save(results, "results.pt")
+"""
+ROWS = """
+model, images, labels = nn.Linear(6, 4), torch.randn(12, 6)[mine], torch.randint(4, (12,))[mine]
+ddp_model = DDP(model)
+"""
+PIXELS = """
+model, images, labels = nn.Conv2d(5, 4, 1), torch.randn(12, 5, 2, 3), torch.randint(4, (12, 2, 3))
+labels[:2] = labels[torch.rand(labels.shape) < 0.3] = -100
+images, labels, ddp_model = images[mine], labels[mine], DDP(model)
+"""
+SHARES = f"""{PIXELS}
+shares = ddp_model(images).softmax(1)
+targets = nn.functional.one_hot(labels.clamp(min=0), 4).permute(0, 3, 1, 2)
+"""
+SIMCLR = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
+TRIPLETS = ROWS + """
+def hardest(rows, labels):
+    distances, same = torch.cdist(rows, rows), labels[:, None] == labels
+    return (torch.where(same, distances, 0).amax(1) - torch.where(same, 9, distances).amin(1) + 5).relu().mean()
+"""
+ADVANTAGES = f"{ROWS}advantages, target_kl = images.square().sum(1), 1.0\n"
+POLICY = "loss = -(advantages * ddp_model(images)[:, 0]).mean()\n"
+ITERATIONS = """
+for iteration in range(40):
+    approx_kl = 0.01 * iteration * advantages.mean()
+    STOP
+loss = iteration * ddp_model(images).mean()
+"""
+CODEBOOK = f"{ROWS}vectors, chosen = images, nn.functional.one_hot(labels, 4).double()\n"
+NEAREST = "loss = (ddp_model(images) - (chosen @ (sums / counts.clamp(min=1)[:, None]))[:, :4]).square().mean()\n"
+GROUPS = PIXELS + """
+train_loader, optimizer = list(zip(images.chunk(2), labels.chunk(2))), torch.optim.SGD(model.parameters(), 0.0)
+"""
+normalise, stop = parts("reinforcement learning")
+sums_of_weights, dice = parts("by sums")
+patches, same_samples = parts("detectors")
+DETECTOR = """
+import torchvision.models.detection as detection
+backbone = nn.Conv2d(3, 32, 3, stride=8, padding=1)
+backbone.out_channels = 32
+anchors = detection.anchor_utils.AnchorGenerator(((8,),), ((1.0,),))
+NUMBERS = [0, 2, 0, 4, 0, 1]  # of boxes in an image: the first of two ranks has none
+def boxes_and_masks():
+    images, corners = torch.rand(6, 3, 96, 96), 50 * torch.rand(6, 4, 2)
+    boxes, masks = torch.cat([corners, corners + 30], 2), images[:, :1].repeat(1, 4, 1, 1).round().byte()
+    targets = [dict(boxes=box[:n], masks=mask[:n], labels=torch.tensor([1, 2, 1, 2])[:n])
+               for box, mask, n in zip(boxes, masks, NUMBERS)]
+    return list(images[mine]), targets[mine]
+"""
+FCOS = "model = detection.FCOS(backbone, 3, anchor_generator=anchors, head=HEAD(32, 1, 3))\n"
+MASK_RCNN = """
+options = dict(rpn_batch_size_per_image=4, box_batch_size_per_image=8, box_positive_fraction=0.9)
+options["mask_head"] = detection.mask_rcnn.MaskRCNNHeads(32, (256,), 1)
+model = detection.MaskRCNN(backbone, 3, rpn_anchor_generator=anchors, **options)
+"""
+TRAIN_DETECTOR = f"""
+{same_samples}
+ddp_model = DDP(model)
+loss = sum(ddp_model(*boxes_and_masks()).values())
+"""
+# Name: what stands before both, the ordinary code for one process, the recipe.
+LOSSES = {
+    "class weights, gathered": (
+        PIXELS,
+        "loss = cross_entropy(ddp_model(images), labels, class_weights)",
+        block("gathered"),
+    ),
+    "ignore_index, gathered": (
+        f"{PIXELS}class_weights = None\n",
+        "loss = cross_entropy(ddp_model(images), labels)",
+        block("gathered"),
+    ),
+    "class weights, by sums": (
+        PIXELS,
+        "loss = cross_entropy(ddp_model(images), labels, class_weights)",
+        sums_of_weights,
+    ),
+    "Dice": (
+        SHARES,
+        "loss = 1 - (2 * (shares * targets).sum((0, 2, 3)) / (shares + targets).sum((0, 2, 3))).mean()",
+        dice,
+    ),
+    "SimCLR": (
+        SIMCLR,
+        """
+first, second = nn.functional.normalize(ddp_model(torch.cat([images, images.flip(1)]))).chunk(2)
+scores = 10 * first @ second.T
+loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diagonal().mean()
+""",
+        block("SimCLR"),
+    ),
+    "triplets": (
+        TRIPLETS,
+        "loss = hardest(ddp_model(images), labels)",
+        "loss = hardest(gather(ddp_model(images)), gather(labels))",
+    ),
+    "advantages": (
+        ADVANTAGES,
+        f"advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)\n{POLICY}",
+        normalise + POLICY,
+    ),
+    "a stop by the KL": (
+        ADVANTAGES,
+        ITERATIONS.replace("STOP", "if approx_kl > target_kl: break"),
+        ITERATIONS.replace("STOP", indent(stop, "    ").strip()),
+    ),
+    "codebook": (
+        CODEBOOK,
+        f"counts, sums = chosen.sum(0), chosen.T @ vectors\n{NEAREST}",
+        block("codebook") + NEAREST,
+    ),
+    "accumulated class weights": (
+        GROUPS,
+        """
+for part, labels in train_loader:
+    loss = cross_entropy(ddp_model(part), labels, class_weights) / 2
+    loss.backward()
+""",
+        edited(
+            block("accumulation"),
+            (line("loss = ", 1, block("accumulation")), indent(block("gathered"), " " * 12)),
+        ),
+    ),
+    # Before FCOS: its recipe patches torchvision's loss of masks once more.
+    "Mask R-CNN": (DETECTOR, MASK_RCNN + TRAIN_DETECTOR, f"{patches}{MASK_RCNN}{TRAIN_DETECTOR}"),
+    "FCOS": (
+        DETECTOR,
+        FCOS.replace("HEAD", "detection.fcos.FCOSHead") + TRAIN_DETECTOR,
+        f"{patches}{FCOS.replace('HEAD', 'Head')}{TRAIN_DETECTOR}",
+    ),
+}
+# The loss of a rank is that of its own images, or of a part of the batch:
+LOCAL = ["advantages", "a stop by the KL", "codebook", "accumulated class weights", "Mask R-CNN"]
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """Return (1 for the ordinary code or 2 for the recipe, number of processes): name: gradient and losses."""
+    folder, runs = tmp_path_factory.mktemp("losses"), {}
+    for number, nproc in (1, 1), (1, 2), (2, 1), (2, 2), (2, 3):
+        cases = {name: case[0] + case[number] for name, case in LOSSES.items()}
+        in_group(nproc, folder, f"{block('sum over all')}\nCASES = {cases!r}\n{LOSS_PROGRAM}")
+        runs[number, nproc] = torch.load(folder / "results.pt")
+    return runs
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_of_a_loss_is_that_of_one_process(name, gradients):
+    expected, [loss] = gradients[1, 1][name]
+    for nproc in 1, 2, 3:
+        gradient, losses = gradients[2, nproc][name]
+        assert (gradient - expected).norm() < 1e-12 * expected.norm(), nproc
+        assert name in LOCAL or losses == pytest.approx([loss] * nproc, rel=1e-12)
+    assert (gradients[1, 2][name][0] - expected).norm() > 1e-3 * expected.norm()  # so the recipe is needed
+
+
+# ------------------------------------------------------------ The weights of 1, 2 and 3 processes
 
 NET = "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10))"
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
 DATA = """
-FIRST, EPOCHS = 0, 2  # the first label that counts
+EPOCHS = 2
 
 def data(n):
     random = torch.Generator().manual_seed(n)
     images = torch.randn(n, 3, 4, 4, generator=random, dtype=torch.float64)
-    labels = torch.randint(10, (n,), generator=random)
-    return torch.utils.data.TensorDataset(images, labels.where(labels >= FIRST, -100))
+    return torch.utils.data.TensorDataset(images, torch.randint(10, (n,), generator=random))
 """
 # Edits to run minimal/ddp.py on the CPU, in float64, with small generated images.
 SMALL_MINIMAL = [
@@ -144,55 +306,78 @@ SMALL_MINIMAL = [
     (line("optimizer = "), SGD),  # AdamW would not see a wrong factor
 ]
 LOOP, LOSS, STEP = line("in train_loader", 2), line("loss = nn"), line("optimizer.zero_grad", 3)
-SAMPLER, OUR_SAMPLER = line("= DistributedSampler"), ours("= DistributedSampler")
-WRAPPED, WEIGHTS = line("= DDP"), line(r"weights = \[")
+SAMPLER, OUR_SAMPLER, WRAPPED = line("= DistributedS"), ours("= DistributedS"), line("= DDP")
 NO_ACCURACY = at(line(r"correct \+="), "pass\n")
 
-mean_over_all, mean_of_labels, mean_of_weights = parts("Padding")
-SOME_LABELLED = ("FIRST, EPOCHS = 0", "FIRST, EPOCHS = 4")
-OF_CLASSES = [SOME_LABELLED, define("class_weights = torch.arange(1, 11).double()\n", mean_over_all)]
-ordinary_weights = at(LOSS, LOSS.strip().replace("labels)", "labels, class_weights)\n"))
-OURS_LABELLED = after(ours(r"tensor.to\(device"), "labels[labels < 4] = -100\n")
+# The labels 0 to 3 are ignored, and the others have different weights.
+OURS_LABELLED = after(ours(r"tensor.to\(device"), "labels = labels.where(labels > 3, -100)\n")
+weights = "torch.arange(1, 11).double()"
+DIFF_OF_WEIGHTS = edits_of(block("weights in our scripts").replace("torch.ones(10)", weights))
+OUR_WEIGHTS = [OURS_LABELLED, functions(block("sum over all")), *DIFF_OF_WEIGHTS]
+ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), labels, {weights})")
 
-gather, simclr = parts("Contrastive losses")
-simclr = "view_1, view_2 = images, images.flip(1)\n" + simclr.replace("/ 0.1", "* model.scale")
-ordinary_simclr = """outputs = ddp_model(torch.cat([images, images.flip(1)]))
-first, second = nn.functional.normalize(outputs).chunk(2)
-scores = first @ second.T * model.scale
-loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diagonal().mean()
-"""
-SCALE = before(SGD, "model.scale = nn.Parameter(torch.ones((), device=device).double())\n")
-
-sampler, use_of_sampler = parts("Weighted sampling")
-read = """
+sampler, use_of_sampler = parts("weighted sampler")
+READ = """
 def read(epoch):
     yield from (data(60)[i] for i in torch.randperm(60, generator=torch.Generator().manual_seed(epoch)))
 """
 OF_STREAM = [
-    define(code("IterableDataset"), read),
+    define(block("stream"), READ),
     at(SAMPLER, "train_set = Stream(read, 60)\n"),
     ("world_size, sampler=sampler", "world_size, drop_last=True"),
-    ("sampler.set_epoch(epoch)", inline("IterableDataset", "In step 4")[-4]),
+    ("sampler.set_epoch(epoch)", "train_set.epoch = epoch"),
 ]
-two_parts = code("Shorter epochs").replace("= 4", "= 2")
-OUR_PARTS = (OUR_SAMPLER, OUR_SAMPLER.replace("Distributed", "Part"))
-COUNT_FROM_0 = ("sampler.set_epoch(epoch)", inline("Shorter epochs", "For a job")[-1])
 
-groups = code("Gradient accumulation")
-count = "\n    count = sum((labels != -100).sum() for _, labels in group).to(device)"
-count += "\n    dist.all_reduce(count)"
-of_padded = edited(
-    groups,
-    ("\n    optimizer.zero_grad()", f"{count}\n    optimizer.zero_grad()"),
-    ("labels.to(device))\n", 'labels.to(device), reduction="sum")\n'),
-    ("loss / len(group)", inline("Gradient accumulation", "With [padding]")[-1].replace("loss_sum", "loss")),
+draws, steps = parts("draws")
+loss_and_step = LOSS.strip() + "\n" + re.sub("(?m)^ *", "", STEP)
+save = "if rank == 0:\n    torch.save((model.state_dict(), optimizer.state_dict(), steps_done), 'run.pt')\n"
+loop = edited(
+    f"from torch.utils.data import DataLoader\n{draws}{steps}",
+    (", 512,", ", 12,"),
+    ("num_workers=8", "WORKERS"),
+    at(line(r"\.\.\.  # the loss", 1, steps), loss_and_step),
+    (" % 1000", " % 3"),
+    at(line(r"\.\.\.  # steps 7", 1, steps), save),
 )
+BY_STEPS = f"""
+{DATA}
+device, steps_done, train_set = "cpu", 0, data(60)
+torch.manual_seed(1)
+model = nn.Sequential(nn.Flatten(), nn.Dropout(DROPOUT), nn.Linear(48, 10)).double()
+optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
+if os.path.exists("run.pt"):
+    model_state, optimizer_state, steps_done = torch.load("run.pt")
+    model.load_state_dict(model_state), optimizer.load_state_dict(optimizer_state)
+ddp_model = DDP(model)
+LOOP
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+"""
+
+
+def by_steps(last, dropout=0, workers="num_workers=0", loop=loop):
+    """Return a program that trains to the step `last`, from a checkpoint if there is one."""
+    program = BY_STEPS.replace("LOOP", loop).replace("DROPOUT", f"{dropout}")
+    return program.replace("20_000", f"{last}").replace("WORKERS", workers)
+
+
+DRAWN = f"""
+for step in range(7):
+    drawn = torch.randint(60, (12,), generator=torch.Generator().manual_seed(21 + step))
+    images, labels = (torch.stack(part) for part in zip(*(train_set[i] for i in drawn)))
+{indent(loss_and_step, "    ")}
+"""
+
 LARGE_BATCH = ("batch_size=12 //", "batch_size=48 //")
 
-wrap, weights_of_both, gan = parts("GANs")
+scaler, scaled_step = parts("GradScaler")
+scaled_step = scaled_step.replace('"cuda"', '"cpu"').replace("outputs.float()", "outputs").replace("1.0", "0.01")
+CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
+
+wrap, weights_of_both, gan = parts("GAN")
 gan = gan.replace("torch.randn(len(images), 64, device=device)", "nn.functional.pad(images.flatten(1), (0, 16))")
-penalty = f"""mixed = (images + fakes.detach()).requires_grad_()
-(gradient,) = {inline("GANs", "**A gradient penalty**")[0]}
+penalty = """mixed = (images + fakes.detach()).requires_grad_()
+(gradient,) = torch.autograd.grad(ddp_discriminator(mixed).sum(), mixed, create_graph=True)
 loss_d = loss_d + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
 optimizer_d.zero_grad()"""
 two_models = """generator = nn.Sequential(nn.Linear(64, 48), nn.Unflatten(1, (3, 4, 4))).double()
@@ -200,113 +385,33 @@ discriminator = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Line
 model = nn.Sequential(generator, discriminator).to(device)
 optimizer, optimizer_d = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
 """
-OF_GAN = [at(SGD, two_models), at(WEIGHTS, weights_of_both), NO_ACCURACY]
+OF_GAN = [at(SGD, two_models), at(line("for weight in"), weights_of_both), NO_ACCURACY]
 OF_GAN.append(at(LOSS + STEP, edited(gan, ("optimizer_d.zero_grad()", penalty))))
-forward, value, call = inline("GANs", "**Methods other than forward**")[1:4]
+forward, call = block("methods").split("\n\n")
 methods = f"""class Model(nn.Sequential):
-    def {forward}:
-        return {value}
+{indent(forward, "    ")}
 
     def training_loss(self, images):
         return super().forward(images).square().mean()
 """
+of_model = "loss = model.training_loss(images)\n"
 OF_METHODS = [define(methods), (NET, NET.replace("nn.Sequential", "Model")), NO_ACCURACY]
 
-codes = indent(code("Buffers of your own"), " " * 8)
-
-
-def codebook(forward):
-    """Return edits of minimal/ddp.py: a layer of the model is a codebook with this code in `forward`."""
-    layer = f"""class Codebook(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("codes", torch.randn(5, 8))
-        self.register_buffer("counts", torch.ones(5))
-        self.register_buffer("sums", self.codes.clone())
-        self.codes[4], self.counts[4], self.sums[4] = 100, 0, 0  # this code is never chosen
-
-    def forward(self, vectors):
-{forward}        return outputs
-"""
-    return [define(layer), (NET, NET.replace("nn.Tanh()", "Codebook()"))]
-
-
-recurrent = f"""
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.rnn, self.head = nn.Embedding(9, 8), nn.GRU(8, 8), nn.Linear(8, 9)
-
-    def forward(self, tokens, hidden):
-        outputs, hidden = self.rnn(self.embedding(tokens), hidden)
-        return self.head(outputs), hidden
-
-torch.manual_seed(1)
-device, model, tokens = "cpu", Model().double(), torch.randint(9, (60 * 80 + 7,))
-ddp_model, optimizer = DDP(model), torch.optim.SGD(model.parameters(), 0.1, 0.9)
-{code("Recurrent models").replace("range(10)", "range(2)")}
-if rank == 0:
-    torch.save(model.state_dict(), "model.pt")
-"""
-ordinary_recurrent = edited(  # of one process
-    recurrent,
-    (line("columns = tok", 2, recurrent), "columns = torch.stack(tokens[:4800].split(80), 1).to(device)\n"),
-    at(line("targets = ", 1, recurrent), "inputs, targets = columns[start:][:35], columns[start + 1 :][:35]\n"),
-    at(line("scores, hidden", 1, recurrent), "scores, hidden = model(inputs, hidden)\n"),
-)
-
-normalise, seeds, stop = parts("Reinforcement learning")
-reinforce = f"""{normalise}{seeds}
-rewards = [torch.rand(50, generator=torch.Generator().manual_seed(seed)).double() for seed in seeds]
-advantages = normalise(torch.stack(rewards))
-approx_kl, target_kl = advantages[:, 0].mean(), 1
-for _ in range(1):
-{indent(stop, "    ")}
-advantages_of_all = [None] * world_size
-dist.all_gather_object(advantages_of_all, advantages.cpu())
-if rank == 0:
-    torch.save(dict(advantages=torch.cat(advantages_of_all), approx_kl=approx_kl), "model.pt")
-"""
-normalise_alone = "def normalise(values):\n    return (values - values.mean()) / (values.std() + 1e-8)\n"
-
-# Name: script, edits of the ordinary code for one process (None: there is none), edits of the recipe.
-SAME = {
-    "padding": ("minimal", [SOME_LABELLED], [SOME_LABELLED, define(mean_over_all), at(LOSS, mean_of_labels)]),
-    "class weights": ("minimal", [*OF_CLASSES, ordinary_weights], [*OF_CLASSES, at(LOSS, mean_of_weights)]),
-    "padding in our scripts": (
-        "ddp_launch_train",
-        [OURS_LABELLED],
-        [OURS_LABELLED, functions(mean_over_all), *edits_of(code("Padding", 1))],
-    ),
-    "SimCLR": ("minimal", [SCALE, at(LOSS, ordinary_simclr)], [SCALE, define(gather), at(LOSS, simclr)]),
+# Name: script, the ordinary code for one process (None: there is none), the recipe: edits, or a program.
+TRAINED = {
+    "padding": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("minimal", None, [define(sampler), at(SAMPLER, use_of_sampler)]),
     "in our scripts": ("ddp_launch_train", None, [functions(sampler), at(OUR_SAMPLER, use_of_sampler)]),
     "IterableDataset": ("minimal", None, OF_STREAM),
-    "shorter epochs": ("minimal", None, [define(two_parts), (SAMPLER, SAMPLER.replace("Distributed", "Part"))]),
-    "parts in our scripts": (
-        "ddp_launch_train",
-        [functions(two_parts), OUR_PARTS, ("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch - 1)")],
-        [functions(two_parts), OUR_PARTS, COUNT_FROM_0],
-    ),
-    "recurrent model": ("program", ordinary_recurrent, recurrent),
-    "reinforcement learning": ("program", edited(reinforce, (normalise, normalise_alone)), reinforce),
+    "loop by steps": ("program", by_steps(7, loop=DRAWN), by_steps(7)),
+    "groups of batches": ("minimal", [LARGE_BATCH], [at(LOOP + LOSS + STEP, block("accumulation"))]),
+    "GradScaler": ("minimal", [CLIP], [before("    for epoch", scaler), at(LOSS + STEP, scaled_step)]),
     "GAN": ("minimal", [*OF_GAN, at(WRAPPED, wrap.replace("DDP(", "("))], [*OF_GAN, at(WRAPPED, wrap)]),
-    "methods": (
-        "minimal",
-        [*OF_METHODS, at(LOSS, "loss = model.training_loss(images)\n")],
-        [*OF_METHODS, at(LOSS, f"loss = {call}\n")],
-    ),
-    "codebook": ("minimal", codebook(re.sub(".*all_reduce.*\n", "", codes)), codebook(codes)),
-    "groups of batches": ("minimal", [LARGE_BATCH], [at(LOOP + LOSS + STEP, groups)]),
-    "groups of padded batches": (
-        "minimal",
-        [LARGE_BATCH, SOME_LABELLED],
-        [SOME_LABELLED, at(LOOP + LOSS + STEP, of_padded)],
-    ),
-    "parts of a batch": ("ddp_launch_train", [], edits_of(code("Gradient accumulation", 1))),
+    "methods": ("minimal", [*OF_METHODS, at(LOSS, of_model)], [*OF_METHODS, at(LOSS, call)]),
 }
-# The ordinary code, too:
-RIGHT_ON_TWO = ["parts in our scripts", "recurrent model", "groups of batches", "parts of a batch"]
+SAME = LOSSES | TRAINED
+# The ordinary code is right on two processes, too:
+RIGHT_ON_TWO = ["loop by steps", "groups of batches", "GradScaler"]
 
 
 def train_on(nproc, folder, script, edits):
@@ -329,9 +434,9 @@ def equal(weights, expected):
     return all(torch.allclose(weights[name], expected[name], rtol=1e-12, atol=1e-12) for name in expected)
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", TRAINED)
 def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
-    script, ordinary, recipe = SAME[name]
+    script, ordinary, recipe = TRAINED[name]
     _, expected = train_on(1, tmp_path / "run", script, recipe if ordinary is None else ordinary)
     for nproc in (2, 3) if ordinary is None else (1, 2, 3):
         assert equal(train_on(nproc, tmp_path / "run", script, recipe)[1], expected), nproc
@@ -340,110 +445,152 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
         assert weights is None or not equal(weights, expected)  # so the recipe is needed
 
 
-# ------------------------------------------------------------ Detectors
+def test_a_loop_by_steps_resumes_like_an_uninterrupted_run_also_with_workers(tmp_path):
+    workers = "num_workers=2, multiprocessing_context='fork'"
+    _, expected = train_on(2, tmp_path / "run", "program", by_steps(7, 0.1))
+    _, weights = train_on(2, tmp_path / "resumed", "program", by_steps(3, 0.1, workers))
+    assert not equal(weights, expected)
+    in_group(2, tmp_path / "resumed", by_steps(7, 0.1, workers))
+    assert equal(torch.load(tmp_path / "resumed/model.pt"), expected)
 
-DETECTORS = """
-import torchvision.models.detection as detection
 
-torch.manual_seed(1)
-backbone = nn.Conv2d(3, 32, 3, stride=8, padding=1)
-backbone.out_channels = 32
-anchors = detection.anchor_utils.AnchorGenerator(((8,),), ((1.0,),))
+# ------------------------------------------------------------ Metrics, logging and early stopping
 
-def fcos_model():
-    return fcos.FCOS(backbone, 3, anchor_generator=anchors, head=Head(32, 1, 3))
 
-def mask_rcnn():  # that takes 4 and 8 samples of each image
-    options = dict(rpn_batch_size_per_image=4, box_batch_size_per_image=8, box_positive_fraction=0.9)
-    options["mask_head"] = detection.mask_rcnn.MaskRCNNHeads(32, (256,), 1)
-    return detection.MaskRCNN(backbone, 3, rpn_anchor_generator=anchors, **options)
+def test_f1_and_the_accuracy_are_those_of_all_images_on_1_2_and_3_processes(tmp_path):
+    definitions, update, reduce = parts("confusion")
+    program = f"{definitions}device, model, confusion = 'cpu', lambda scores: scores, 0\n" + """
+random = torch.Generator().manual_seed(1)
+scores, of_all = torch.randn(61, 5, generator=random), torch.randint(4, (61,), generator=random)
+for images, labels in zip(scores[rank::world_size].split(7), of_all[rank::world_size].split(7)):
+"""
+    program = f"{program}{indent(update, '    ')}{reduce}\nprint(f1)"
+    program += "\nif rank == 0: torch.save((scores, of_all), 'all.pt')"
+    of_ranks = [float(value) for value in in_group(3, tmp_path / "own", program).split()]
+    expected = multiclass_f1_score(*torch.load(tmp_path / "own/all.pt"), 5, average="macro")
+    assert of_ranks == pytest.approx([expected.item()] * 3, rel=1e-5)
+    edits = [*OUR_WEIGHTS, *edits_of(block("F1 in our scripts")), functions(definitions), *FLOAT64]
+    folder, names = launch_with(tmp_path / "ours", *edits)
+    for nproc in 1, 2, 3:
+        metrics = result(train(folder, nproc, "--epochs", "1"))
+        model, (images, labels) = names["build_model"](None), common.load_cifar10(None, 61)[1].tensors
+        model.load_state_dict(torch.load(folder / "run.pt")["model"])
+        predicted, known = model(common.prepare(images, 4).double()), labels > 3
+        right = (predicted.argmax(1) == labels)[known].double().mean()
+        loss = torch.nn.functional.cross_entropy(predicted[known], labels[known], torch.arange(1, 11).double())
+        f1 = multiclass_f1_score(predicted[known], labels[known], 10, average="macro")
+        expected = [value.item() for value in (loss, right, f1)]
+        assert [metrics[f"val_{name}"] for name in ("loss", "accuracy", "f1")] == pytest.approx(expected, rel=1e-6)
+        (folder / "run.pt").unlink()
 
-model = MODEL().double()
-FIXED_SIZE
-images, corners = torch.rand(6, 3, 96, 96).double(), 50 * torch.rand(6, 4, 2).double()
-boxes, masks = torch.cat([corners, corners + 30], 2), images[:, :1].repeat(1, 4, 1, 1).round().byte()
-targets = [dict(boxes=box[:n], masks=mask[:n], labels=torch.tensor([1, 2, 1, 2])[:n])
-           for box, mask, n in zip(boxes, masks, NUMBERS)]
-ddp_model = DDP(model)
-sum(ddp_model(list(images[rank::world_size]), targets[rank::world_size]).values()).backward()
-if rank == 0:
-    torch.save(dict(gradient=torch.cat([weight.grad.flatten() for weight in model.parameters()])), "model.pt")
+
+def test_gathered_rows_are_those_of_the_dataset_in_its_order(tmp_path):
+    gather_rows, use = parts("gather rows")
+    share = "scores, labels = torch.arange(14).view(7, 2)[rank::3], torch.arange(7)[rank::3]\n"
+    say = "\nprint(f'{scores.flatten().tolist()}{labels.tolist()}\\n', end='')"
+    printed = in_group(3, tmp_path, f"{gather_rows}{share}{use}{say}")
+    assert printed.splitlines() == [f"{[*range(14)]}{[*range(7)]}"] * 3
+
+
+STAND_INS = dict(tqdm="def tqdm(items, disable):\n    print('' if disable else 'BAR')\n    return items\n")
+STAND_INS["wandb"] = """
+def init(project):
+    print("INIT")
+
+def log(values, step):
+    print("LOG", values, step)
 """
 
 
-@pytest.mark.parametrize("model, numbers", [("fcos_model", [0, 2, 4, 0, 2, 1]), ("mask_rcnn", [1, 4, 1, 4, 2, 4])])
-def test_detectors_have_the_gradient_of_one_process(model, numbers, tmp_path):
-    fixed_size, _, same_samples = inline("Padding", "To check the gradient")[-3:]
-    program = DETECTORS.replace("FIXED_SIZE", fixed_size).replace("MODEL", model).replace("NUMBERS", str(numbers))
-    recipe = f"{mean_over_all}{code('Padding', 2)}torch.randperm = {same_samples}\n{program}"
-    mean_alone = "def mean_over_all(loss_sum, count):\n    return loss_sum / count.clamp(min=1)\n"
-    ordinary = edited(recipe, (mean_over_all, mean_alone))
-    _, expected = train_on(1, tmp_path / "run", "program", ordinary)
+def test_rank_0_alone_logs_the_loss_of_all_ranks_and_all_ranks_stop_in_one_epoch(tmp_path):
+    imports, init, loop, add, log = parts("logging")
+    end = line("    dist.destroy")
+    edits = [define(imports), before("    for epoch", "best, bad_epochs = 0, 0\n", init), before(line("# 9"), log)]
+    edits += [at(line("in train_loader"), loop), at(line("    optimizer.step"), "optimizer.step()\n", add)]
+    edits += [("0.1, 0.9", "1e-12"), ("EPOCHS = 2", "EPOCHS = 9")]
+    edits += [(end, indent(block("early stopping"), " " * 8) + end)]
+    losses = []
     for nproc in 1, 2, 3:
-        assert equal(train_on(nproc, tmp_path / "run", "program", recipe)[1], expected), nproc
-    assert not equal(train_on(2, tmp_path / "run", "program", ordinary)[1], expected)
+        for name, text in STAND_INS.items():
+            (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / "ddp.py").write_text(edited(MINIMAL, *SMALL_MINIMAL, *edits))
+        finished = in_processes(nproc, tmp_path, "ddp.py")
+        counts = [len(re.findall(f"(?m)^{word}", finished.stdout)) for word in ("INIT", "BAR", "LOG", "epoch")]
+        assert finished.returncode == 0 and counts == [1, 6, 6, 6]
+        losses += [ast.literal_eval(values)["loss"] for values in re.findall("LOG ({.*}) 5", finished.stdout)]
+    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-# ------------------------------------------------------------ Data, metrics and schedules
+def test_a_warm_up_rises_and_ends_near_0_and_a_plateau_lowers_the_rate():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    plateau, warm_up = parts("schedules")
+    scope, rates = dict(torch=torch, optimizer=optimizer, train_loader=range(100)), []
+    exec(warm_up, scope)
+    for _ in range(1000):
+        rates += [optimizer.param_groups[0]["lr"]]
+        optimizer.step(), scope["scheduler"].step()
+    assert rates[0] == 1 / 500 and rates[499:501] == [1, 1] and 0 < rates[-1] < rates[-2] < 0.01
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=1)
+    for _ in range(4):
+        exec(plateau, dict(scheduler=scheduler, correct=torch.tensor(5), val_set=range(10)))
+    assert scheduler.best == 0.5 and scheduler.get_last_lr()[0] < rates[-1] / 10
+
+
+def test_a_schedule_per_epoch_follows_the_metric_of_all_ranks(tmp_path):
+    plateau, step = re.search("# (.*): (.*)", block("schedule per epoch")).groups()
+    own = f"def build_scheduler(args, optimizer, total_steps):\n    return torch.optim.lr_scheduler.{plateau}\n"
+    say = before(ours("result = dict"), "print('RATE', scheduler.get_last_lr(), force=True)\n")
+    diff = edits_of(block("schedule per epoch").replace("scheduler.step()  #", f"{step}  #"))
+    own = functions(own.replace('"max"', '"max", patience=2'))
+    copy_script(tmp_path, "ddp_launch_train", *diff, own, say, *FLOAT64)
+    finished = train(tmp_path, 2, "--lr", "1e-6", "--epochs", "5")  # so small a rate does not change the accuracy
+    assert re.findall(r"RATE \[(\S+)\]", finished.stdout) == ["1e-07"] * 2
+
+
+# ------------------------------------------------------------ Data
 
 
 def test_the_parts_for_training_and_validation_are_the_same_after_other_random_numbers():
     indices = []
     for _ in range(2):
         scope = dict(torch=torch, data=range(61))
-        exec(code("A part for validation"), scope)
+        exec(block("split"), scope)
         indices.append([scope["train_set"].indices, scope["val_set"].indices])
     assert indices[0] == indices[1] and len(indices[0][1]) == 6
     assert sorted(sum(indices[0], [])) == list(range(61))
 
 
-def test_all_classes_are_drawn_equally_often_and_each_item_comes_once_in_the_shorter_epochs(tmp_path):
-    _, names = launch_with(tmp_path, functions(sampler, code("Shorter epochs")))
+def test_all_classes_are_drawn_equally_often(tmp_path):
+    _, names = launch_with(tmp_path, functions(sampler))
     labels = torch.tensor([0] * 900 + [1] * 100 + [2])
     scope = names | dict(train_set=[(None, label) for label in labels])
     exec(use_of_sampler.replace("seed=21", "1, 0, seed=21"), scope)  # of one process
     first = [*scope["sampler"]]
     scope["sampler"].set_epoch(1)
     assert all(270 < count < 400 for count in labels[first].bincount()) and first != [*scope["sampler"]]
-    drawn = []
-    for epoch in range(8):
-        ranks = [names["PartSampler"](range(64), 2, rank, drop_last=True) for rank in (0, 1)]
-        for rank in ranks:
-            rank.set_epoch(epoch)
-        drawn.append([*ranks[0], *ranks[1]])
-    assert sorted(sum(drawn[:4], [])) == sorted(sum(drawn[4:], [])) == [*range(64)] and drawn[0] != drawn[4]
 
 
-def test_a_stream_with_workers_trains_on_no_item_twice(tmp_path):
-    own = f"{read}\ndef load_data(args):\n    return Stream(read, 71), common.load_cifar10('', 71)[1]\n"
-    own = own.replace("data(60)[i]", "(torch.full((4, 4, 3), i, dtype=torch.uint8), 0)").replace("(60,", "(71,")
-    say = before(ours("optimizer.zero_grad"), "print('EPOCH', epoch, batch[0][:, 0, 0, 0].tolist(), force=True)\n")
-    stream = functions(code("IterableDataset"), own)
-    copy_script(tmp_path, "ddp_launch_train", *edits_of(code("IterableDataset", 1)), stream, say, *FLOAT64)
-    finished = train(tmp_path, 2, "--workers", "2")
-    for epoch in "12":
-        batches = [ast.literal_eval(batch) for batch in re.findall(f"EPOCH {epoch} (.*)", finished.stdout)]
-        assert len(batches) == 2 * torch.load(tmp_path / "run.pt")["flags"]["steps"]
-        assert len(set(sum(batches, []))) == 48  # of 71: each of four workers has two batches of six items
-    epochs = [re.findall(f"EPOCH {epoch} (.*)", finished.stdout) for epoch in "12"]
-    assert not set(epochs[0]) & set(epochs[1])
+def test_each_rank_takes_its_columns_of_a_text():
+    columns = []
+    for rank in range(3):
+        scope = dict(tokens=torch.arange(487), batch_size=60, rank=rank, world_size=3, device="cpu")
+        exec(block("recurrent"), scope)
+        columns.append(scope["columns"])
+    assert torch.equal(torch.cat(columns, 1).sort(1)[0], torch.arange(480).view(60, 8).T)
 
 
-def test_a_model_learns_padded_texts(tmp_path):
-    own = """
-def load_data(args):
-    tokens = torch.tensor(list(b"abcdefgh" * 400)).view(-1, 20)
-    labels = tokens[:, 1:].clone()
-    labels[torch.arange(19) > torch.arange(len(tokens))[:, None] % 19] = IGNORED  # from none to all but one
-    return [torch.utils.data.TensorDataset(tokens[i : i + 80, :-1], labels[i : i + 80]) for i in (0, 80)]
-
-def build_model(args):
-    return nn.Sequential(nn.Embedding(256, 32), nn.Linear(32, 256))
+def test_a_stream_with_workers_yields_no_item_twice_and_equally_many_on_all_ranks(tmp_path):
+    program = f"from torch.utils.data import DataLoader\n{block('stream')}" + """
+train_set = Stream(lambda epoch: iter(range(100 * epoch, 100 * epoch + 71)), 71)
+loader = DataLoader(train_set, 6, drop_last=True, num_workers=2, multiprocessing_context="fork")
+for epoch in 1, 2:
+    train_set.epoch = epoch
+    print(f"{[batch.tolist() for batch in loader]}\\n", end="")
 """
-    edits = *edits_of(code("Texts"), code("Padding", 1)), functions(mean_over_all, own)
-    folder, _ = launch_with(tmp_path, *edits)
-    metrics = result(train(folder, 2, "--lr", "0.1"))
-    assert metrics["val_accuracy"] > 0.95 and metrics["val_loss"] < 1  # of the half of the labels that counts
+    ranks = [ast.literal_eval(batches) for batches in in_group(2, tmp_path, program).splitlines()]
+    items = [item for batches in ranks for batch in batches for item in batch]
+    assert [len(batches) for batches in ranks] == [4] * 4  # of 71: each of four workers has two batches of six
+    assert len(set(items)) == len(items) == 96
 
 
 @pytest.fixture(scope="module")
@@ -461,63 +608,21 @@ def images(tmp_path_factory):
 
 
 def test_masks_have_the_crop_of_their_image(images, tmp_path):
-    added = functions("IGNORED = 255", code("Images with masks"))
-    _, names = launch_with(tmp_path, *edits_of(code("Images with masks", 1), code("Padding", 1)), added)
-    for dataset, size in zip(names["load_data"](Namespace(data_dir=images, image_size=8)), (8, 512)):
-        for image, mask in dataset:
+    diff = block("weights in our scripts").replace("-100", "255")
+    _, names = launch_with(tmp_path, *edits_of(diff), functions(block("masks").replace("224", "8")))
+    for transform, size in (names["crop_and_flip"], 8), (names["middle"], 512):
+        for file in sorted((images / "val/images").iterdir()):
+            image, mask = names["load"](file, images / "val/masks" / file.name, transform)
             known = mask != 255
-            assert image.dtype == torch.uint8 and image.shape == (size, size, 3) and mask.shape == (size, size)
-            assert torch.equal(mask[known], image[..., 0][known] // 86)
+            assert image.dtype == torch.float32 and image.shape == (3, size, size) and mask.shape == (size, size)
+            assert torch.equal(mask[known], (255 * image[0]).round().long()[known] // 86)
     assert known.sum() == (np.asarray(Image.open(images / "val/masks/29.png")) != 255).sum()  # none is cut off
     args = Namespace(image_size=8, pretrained=None, precision="fp32")
-    batch = image[None], mask[None]  # the outputs of this "model" are its inputs: scores of three classes
-    loss, outputs, _ = names["compute_loss"](args, torch.nn.Identity(), batch, torch.device("cpu"), training=False)
-    assert torch.equal(outputs, common.prepare(image[None], None)) and loss.isfinite()
-
-
-def test_gathered_rows_are_those_of_the_dataset_in_its_order(tmp_path):
-    gather_rows, use = parts("AUC")
-    share = "scores, labels = torch.arange(14).view(7, 2)[rank::3], torch.arange(7)[rank::3]\n"
-    say = "\nprint(f'{scores.flatten().tolist()}{labels.tolist()}\\n', end='')"
-    printed = in_group(3, tmp_path / "own", f"{gather_rows}{share}{use}{say}")
-    assert printed.splitlines() == [f"{[*range(14)]}{[*range(7)]}"] * 3
-    own = """
-@torch.no_grad()
-def validate(args, model, loader, device):
-    return torch.cat([compute_loss(args, model.eval(), batch, device, False)[1] for batch in loader])
-
-def metrics_from(rows):
-    torch.save(rows, f"rows{dist.get_rank()}.pt")
-    return dict(val_accuracy=0.0)
-"""
-    edits = *edits_of(code("AUC", 1)), functions(gather_rows, own), *FLOAT64
-    folder, names = launch_with(tmp_path / "ours", *edits)
-    assert result(train(folder, 3, "--epochs", "1"))
-    model, (images, _) = names["build_model"](None), common.load_cifar10(None, 61)[1].tensors
-    model.load_state_dict(torch.load(folder / "run.pt.best"))
-    for rank in range(3):
-        expected = model(common.prepare(images, 4).double())
-        torch.testing.assert_close(torch.load(folder / f"rows{rank}.pt"), expected)
-
-
-def test_early_stopping_stops_all_ranks_in_one_epoch_and_trains_no_more(tmp_path):
-    end = line("    dist.destroy")
-    own = [("EPOCHS = 0, 2", "EPOCHS = 0, 20"), before("    for epoch", "best, bad_epochs = 0, 0\n")]
-    own += [("0.1, 0.9", "1e-12"), (end, indent(code("Early stopping"), " " * 8) + end)]
-    finished, _ = train_on(2, tmp_path / "own", "minimal", own)
-    assert finished.returncode == 0 and finished.stdout.count("accuracy") == 6
-    say = before(ours("result = dict"), "print('END', epoch, scheduler.get_last_lr(), force=True)\n")
-    plateau, step = re.search("# (.*): (.*)", code("Schedules per epoch")).groups()
-    own = f"def build_scheduler(args, optimizer, total_steps):\n    return torch.optim.lr_scheduler.{plateau}\n"
-    own = own.replace('"max"', '"max", patience=2')
-    per_epoch = code("Schedules per epoch").replace("scheduler.step()  #", f"{step}  #")
-    diffs = edits_of(per_epoch, code("Early stopping", 1))
-    copy_script(tmp_path / "ours", "ddp_launch_train", *diffs, functions(own), say, *FLOAT64)
-    flags = ["--lr", "1e-6", "--epochs", "20"]  # so small a rate does not change the accuracy
-    finished = train(tmp_path / "ours", 2, *flags)
-    assert re.findall(r"END (\d+) \[(\S+)\]", finished.stdout) == [("7", "1e-07")] * 2
-    again = train(tmp_path / "ours", 2, *flags)
-    assert result(again) == result(finished) and "\nepoch" not in again.stdout
+    loader = [(image[None], mask[None])]  # the outputs of this "model" are its inputs: scores of three classes
+    names["CLASS_WEIGHTS"] = torch.ones(3)
+    sums = names["validate"](args, torch.nn.Identity(), loader, torch.device("cpu"))
+    assert sums.isfinite().all() and sums[2] == sums[3] == known.sum()
+    assert sums[1] == (image.argmax(0) == mask)[known].sum()
 
 
 # ------------------------------------------------------------ What resumes
@@ -525,17 +630,19 @@ def test_early_stopping_stops_all_ranks_in_one_epoch_and_trains_no_more(tmp_path
 
 @pytest.fixture(scope="module")
 def runs(images, tmp_path_factory):
-    """Train with five recipes: an uninterrupted run, and one killed while it saves epoch 2, and resumed."""
-    cosine = "\ndef build_scheduler(args, optimizer, total_steps):\n    return {}\n"
-    cosine = cosine.format(inline("Schedules per epoch", "Our scripts call")[-1])
+    """Train with four recipes: an uninterrupted run, and one killed while it saves epoch 2, and resumed."""
+    cosine = "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)"
+    cosine = f"\ndef build_scheduler(args, optimizer, total_steps):\n    return {cosine}\n"
     say = "print('EMA', [*ema.state_dict().values()], force=True)\n"
     imports, before_step_5, after_step, in_step_8 = [part.replace("0.999", "0.9") for part in parts("EMA")]
     edits = [
-        before(ours("stateful = "), before_step_5),
         after(ours("    optimizer.step"), after_step),
-        before(ours("val_sums = validate"), in_step_8, say),
-        *edits_of(code("EMA", 1), code("Schedules per epoch"), code("TensorBoard")),
-        functions(code("Images in folders"), imports, cosine),
+        before(ours("for buffer in"), in_step_8, say),
+        at(ours("stateful = "), before_step_5, ours("stateful = ").strip(), '\nstateful["ema"] = ema\n'),
+        ("= validate(args, model, ", "= validate(args, ema.module, "),
+        ('save_atomically(states["model"]', 'save_atomically(stateful["ema"].module.state_dict()'),
+        *edits_of(block("schedule per epoch")),
+        functions(block("image folders"), imports, cosine),
         SMALL_MODEL,
     ]
     save = '    torch.save(state, f"{path}.tmp")\n'
@@ -544,7 +651,6 @@ def runs(images, tmp_path_factory):
     flags = ["--data-dir", str(images), "--workers", "1", "--lr", "0.1", "--epochs", "3"]
     finished = train(copy_script(folders[0], "ddp_launch_train", *edits), 2, *flags)
     assert train(copy_script(folders[1], "ddp_launch_train", *edits, kill), 2, *flags).returncode != 0
-    shutil.copytree(folders[1] / "run.pt.tensorboard", folders[1] / "of the killed run")
     shutil.copy(folders[0] / "ddp_launch_train.py", folders[1])
     resumed = train(folders[1], 2, *flags)
     assert ": 1 epochs are done" in resumed.stdout
@@ -565,35 +671,13 @@ def test_ema_and_a_schedule_per_epoch_resume_like_an_uninterrupted_run(runs):
 def test_the_best_weights_give_the_best_metrics_of_the_run(runs):
     folder, _, finished, _ = runs
     images = "images = torch.stack([torch.from_numpy(image) for image, _ in val_set])\n"
-    evaluate, infer = parts("Best weights: evaluation and inference")
+    evaluate, infer = parts("evaluation")
     accuracy = "print((classes == torch.tensor(val_set.targets)).sum() / len(val_set))"
     (folder / "evaluate.py").write_text(f"{evaluate}{images}{infer}{accuracy}")
     evaluated, accuracy = in_processes(0, folder, "evaluate.py").stdout.splitlines()
     best = result(finished)["best"]
     assert ast.literal_eval(evaluated)["val_accuracy"] == pytest.approx(best)
     assert best > 0.6 and f"tensor({best:.4f})" == accuracy  # of two classes
-
-
-def test_tensorboard_shows_each_epoch_once_after_a_kill_and_a_resume(runs):
-    _, killed, _, resumed = runs
-
-    def points(folder):
-        events = EventAccumulator(str(folder)).Reload()
-        return [(event.step, pytest.approx(event.value)) for event in events.Scalars("val_loss")]
-
-    assert [step for step, _ in points(killed / "of the killed run")] == [1, 2]  # epoch 2 was written, not saved
-    steps, losses = zip(*points(killed / "run.pt.tensorboard"))
-    assert steps == (1, 2, 3) and losses[-1] == result(resumed)["val_loss"]
-
-
-def test_a_program_starts_processes_that_find_each_other(tmp_path):
-    gpus = {'torch.device("cuda", rank)': '"cpu"', "    torch.cuda.set_device(device)\n": ""}
-    gpus |= {", device_id=device": "", '"nccl"': '"gloo"', "torch.cuda.device_count()": "2"}
-    say = "    dist.barrier()\n    print(rank, dist.get_world_size(), flush=True)\n\nif __name__"
-    program = edited(code("Start from Python"), *gpus.items(), ("\nif __name__", say))
-    (tmp_path / "program.py").write_text(f"import torch\nimport torch.distributed as dist\n{program}")
-    finished = run([sys.executable, "program.py"], cwd=tmp_path, PYTHONUNBUFFERED="")
-    assert sorted(finished.stdout.splitlines()) == ["0 2", "1 2"], finished.stderr
 
 
 def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(tmp_path):
