@@ -140,6 +140,12 @@ def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_e
     assert "at most 511" in in_processes(0, tmp_path, "dp_train.py", "--synthetic", "511").stdout
 
 
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_sync_bn_replaces_batchnorm_by_layers_that_need_a_gpu(script, tmp_path):
+    finished = train(copy_script(tmp_path, script, SMALL_MODEL), 2, "--sync-bn", script=script)
+    assert finished.returncode != 0 and "SyncBatchNorm layers only work with GPU modules" in finished.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
 def test_killed_at_15_random_moments_a_run_ends_like_an_uninterrupted_one(script, start, tmp_path):
