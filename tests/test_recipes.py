@@ -302,8 +302,7 @@ loop = edited(
 )
 BY_STEPS = f"""
 {DATA}
-device, steps_done, train_set = "cpu", 0, data(60)
-torch.manual_seed(1)
+device, steps_done, train_set, _ = "cpu", 0, data(60), torch.manual_seed(1)
 model = nn.Sequential(nn.Flatten(), nn.Dropout(DROPOUT), nn.Linear(48, 10)).double()
 optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
 if os.path.exists("run.pt"):
@@ -326,13 +325,14 @@ DRAWN = f"""
 for step in range(7):
     drawn = torch.randint(60, (12,), generator=torch.Generator().manual_seed(21 + step))
     images, labels = (torch.stack(part) for part in zip(*(train_set[i] for i in drawn)))
+    torch.manual_seed(21 + step)
 {indent(loss_and_step, "    ")}
 """
 
 LARGE_BATCH = ("batch_size=12 //", "batch_size=48 //")
 
-scaler, scaled_step = parts("GradScaler")
-scaled_step = scaled_step.replace('"cuda"', '"cpu"').replace("outputs.float()", "outputs").replace("1.0", "0.01")
+scaler, scaled_step = (part.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for part in parts("GradScaler"))
+scaled_step = scaled_step.replace("outputs.float()", "outputs")
 CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
 
 wrap, weights_of_both, gan = parts("GAN")
@@ -390,6 +390,8 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
 
 
 def test_a_loop_by_steps_resumes_like_an_uninterrupted_run_also_with_workers(tmp_path):
+    _, by_hand = train_on(1, tmp_path / "run", "program", by_steps(7, 0.1, loop=DRAWN))
+    assert equal(train_on(1, tmp_path / "run", "program", by_steps(7, 0.1))[1], by_hand)
     workers = "num_workers=2, multiprocessing_context='fork'"
     _, expected = train_on(2, tmp_path / "run", "program", by_steps(7, 0.1))
     _, weights = train_on(2, tmp_path / "resumed", "program", by_steps(3, 0.1, workers))
@@ -408,10 +410,9 @@ random = torch.Generator().manual_seed(1)
 scores, of_all = torch.randn(61, 5, generator=random), torch.randint(4, (61,), generator=random)
 for images, labels in zip(scores[rank::world_size].split(7), of_all[rank::world_size].split(7)):
 """
-    program = f"{program}{indent(update, '    ')}{reduce}\nprint(f1)"
-    program += "\nif rank == 0: torch.save((scores, of_all), 'all.pt')"
+    program += f"{indent(update, '    ')}{reduce}\nprint(f1), torch.save((scores, of_all), f'all{{rank}}.pt')"
     of_ranks = [float(value) for value in in_group(3, tmp_path / "own", program).split()]
-    expected = multiclass_f1_score(*torch.load(tmp_path / "own/all.pt"), 5, average="macro")
+    expected = multiclass_f1_score(*torch.load(tmp_path / "own/all0.pt"), 5, average="macro")
     assert of_ranks == pytest.approx([expected.item()] * 3, rel=1e-5)
     edits = [*OUR_WEIGHTS, *edits_of(block("F1 in our scripts")), functions(definitions), *FLOAT64]
     folder, model = copy_script(tmp_path / "ours", "ddp_launch_train", *edits), eval(FLOAT64[0][1], vars(torch))
