@@ -123,9 +123,10 @@ def test_every_level_trains_clips_and_resumes_like_an_uninterrupted_run(level, t
 
 
 CALL, WRAPPED = "(args, ddp_model, batch", "    ddp_model.broadcast_buffers = False\n"
+UNUSUAL = "model.layer1.requires_grad_(False); model.fc.weight.data = model.fc.weight.data.T.contiguous().T"
 RIGHT = {
     "the script as it is": [],
-    "a frozen layer": [(f"return {RESNET}", f"model = {RESNET}; model.fc.requires_grad_(False); return model")],
+    "frozen and transposed weights": [(f"return {RESNET}", f"model = {RESNET}; {UNUSUAL}; return model")],
 }
 MISTAKES = {
     "trained with model": [(CALL, "(args, model, batch")],
