@@ -61,7 +61,7 @@ def main():
             of_rank_0 = weight.clone(memory_format=torch.contiguous_format)
             dist.broadcast(of_rank_0, src=0)
             difference = (weight - of_rank_0).abs().float().norm()
-            assert not difference > 1e-5 * of_rank_0.abs().float().norm(), "the weights of the ranks differ"
+            assert difference <= 1e-5 * of_rank_0.abs().float().norm(), "the weights of the ranks differ"
 
         # 8. Each rank validates its share, with `model`: `ddp_model` may communicate, and hang if the ranks have
         # different numbers of batches. BatchNorm's running statistics differ between the ranks: take rank 0's.

@@ -204,7 +204,7 @@ def test_check_5_ends_a_port_whose_ranks_do_not_share_the_images(tmp_path):
     check = after(
         "        sampler.set_epoch(epoch)  # 6. Otherwise, all epochs have the same order.\n", block("data")
     )
-    before = ("    for epoch in", "    previous_images = None\n    for epoch in")
+    before = ("    for epoch in", "    last_indices = None\n    for epoch in")
     message = "come twice|other images|that of the last epoch"
     mistakes_end(
         message, CHECK_5, [2, 3], tmp_path, check, before, ("sampler=sampler, num_workers=8", "sampler=sampler")
@@ -217,7 +217,7 @@ CHECK_6 = {
         "Subset(val_set, range(rank, len(val_set), world_size))",
         "Subset(val_set, [*DistributedSampler(val_set, shuffle=False)])",
     ),
-    "drop_last": ("DataLoader(val_share, batch_size=512,", "DataLoader(val_share, batch_size=2, drop_last=True,"),
+    "drop_last": ("DataLoader(val_share, batch_size=512)", "DataLoader(val_share, batch_size=2, drop_last=True)"),
     "an average over the ranks": ("dist.all_reduce(correct)", f"{AVERAGE}; dist.all_reduce(correct)"),
     "random numbers": ("(model(images.to", "(model(torch.randn_like(images) + images.to"),
     "the share of a rank": ("dist.all_reduce(correct)", "correct *= world_size"),
