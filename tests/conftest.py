@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from editing import IMAGES, ROOT, SMALL_MINIMAL, edited
 from torch.utils._pytree import tree_map_only
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 600  # seconds that a run may take. Only a run that hangs takes as long, also on a busy machine.
 # On the CPU, unless a test passes ALL_GPUS to run(). The processes of pytest-xdist inherit both variables.
 names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -33,56 +32,8 @@ os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
 # in_processes() starts processes by fork from a server that has no threads and has imported these.
 multiprocessing.set_forkserver_preload(["pytest", "torch._dynamo", "torchvision", "torchmetrics"])
 
-SCRIPTS = ["dp_train", "ddp_launch_train", "ddp_spawn_train", "apex_amp_train"]
 SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()
 # 5 steps in an epoch: a smaller last batch is dropped.
-
-# Edits for copy_script. A model in float64 without BatchNorm, and no augmentation: then the number of processes
-# changes rounding only.
-RESNET = "common.build_resnet(args.arch, args.image_size, args.pretrained)"
-FLOAT64 = [
-    (RESNET, "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 10)).double()"),
-    ("args.pretrained, augment=training)", "args.pretrained).double()"),
-    ("outputs.float()", "outputs"),
-]
-# Where the model does not matter, for a ResNet takes a second to be made. In float16, a step of it takes seconds.
-SMALL_MODEL = (
-    RESNET,
-    "nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(64, 10))",
-)
-
-# Apex needs a GPU. On the CPU, the folder stand_in has a stand-in for it.
-APEX_ON_THE_CPU = ("(amp is None or args.compile or not torch.cuda.is_available())", "amp is None")
-
-
-def edited(text, *edits):
-    """Return a text after some edits, each (old text, new text). The old text must be there once."""
-    for old, new in edits:
-        assert text.count(old) == 1, f"{text.count(old)} times: {old}"
-        text = text.replace(old, new)
-    return text
-
-
-def copy_script(folder, script, *edits):
-    """Copy a script and common.py, nothing else, into a folder, and edit the script."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "common.py", folder)
-    (folder / f"{script}.py").write_text(edited((ROOT / f"{script}.py").read_text(), *edits))
-    return folder
-
-
-def edits_of(*diffs):
-    """Return diffs of the pages as edits. Lines with "..." part them."""
-    hunks = [hunk for diff in diffs for hunk in re.split(r"(?m)^\.\.\.\n", diff)]
-    return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
-
-
-def block(name):
-    """Return the code after the comment `<!-- test: NAME -->` in one of the pages."""
-    pages = "".join(page.read_text() for page in sorted(ROOT.glob("*.md")))
-    [code] = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", pages, re.S)
-    return code
-
 
 def command(script, *flags, nproc=2, folder=ROOT):
     """Return the command that starts a script, with torchrun for `nproc` processes where it needs that."""
@@ -163,6 +114,18 @@ def train(folder, nproc, *flags, script="ddp_launch_train", **env):
     return in_processes(nproc, folder, f"{script}.py", *SMALL, "--checkpoint", "run.pt", *flags, **env)
 
 
+def train_minimal(nproc, folder, *edits, epochs=4, images=410):
+    """Start minimal/ddp.py on the CPU after some edits, or minimal/one_gpu.py if `nproc` is 0."""
+    folder.mkdir(exist_ok=True)
+    program = edited((ROOT / "minimal" / ("ddp.py" if nproc else "one_gpu.py")).read_text(), *edits)
+    lengths = {"range(10)": f"range({epochs})", "range(epochs_done, 10)": f"range(epochs_done, {epochs})"}
+    for old, new in (SMALL_MINIMAL | lengths).items():
+        program = program.replace(old, new)
+    data = f"{IMAGES}\ndatasets.CIFAR10 = lambda *_, train, **__: small_images({images} if train else 61)\n"
+    (folder / "program.py").write_text(program.replace("\ndef main", f"{data}\ndef main"))
+    return in_processes(nproc, folder, "program.py")
+
+
 def result(finished):
     """Return the RESULT of a run, which must have ended well and printed it once."""
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -177,18 +140,13 @@ def saved_by(folder):
     return tree_map_only(torch.Tensor, lambda tensor: tensor.numpy().tobytes(), states)
 
 
-def process_ids(output):
-    """Return the ids of the training processes, in the order of their ranks."""
-    return [int(pid) for _, pid in sorted(re.findall(r"(rank \d+: |)process (\d+) on", output))]
-
-
 def processes_of(pid):
     """Return the ids of a process and of all that it and they have started."""
     children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
     return [pid, *(one for child in children for one in processes_of(int(child)))]
 
 
-def wait_until_gone(pids):
+def await_end(pids):
     """Fail unless every process ends."""
     assert pids
     end = time.monotonic() + LIMIT

@@ -5,21 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import (
-    ALL_GPUS,
-    APEX_ON_THE_CPU,
-    GPUS,
-    RESNET,
-    ROOT,
-    SMALL_MODEL,
-    block,
-    command,
-    copy_script,
-    edits_of,
-    result,
-    run,
-    train,
-)
+from conftest import ALL_GPUS, GPUS, command, result, run, train
+from editing import APEX_ON_THE_CPU, RESNET, ROOT, SMALL_MODEL, copy_script
+from pages import block, edits_of
 
 from apex_amp_train import amp
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import SCRIPTS
+from editing import SCRIPTS
 from torchvision.datasets import CIFAR10
 
 import common

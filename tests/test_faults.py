@@ -8,22 +8,8 @@ import time
 
 import pytest
 import torch
-from conftest import (
-    ALL_GPUS,
-    GPUS,
-    SCRIPTS,
-    SMALL_MODEL,
-    command,
-    copy_script,
-    in_processes,
-    process_ids,
-    processes_of,
-    result,
-    run,
-    saved_by,
-    train,
-    wait_until_gone,
-)
+from conftest import ALL_GPUS, GPUS, await_end, command, in_processes, processes_of, result, run, saved_by, train
+from editing import SCRIPTS, SMALL_MODEL, copy_script
 
 
 def addresses_of(pids):
@@ -38,7 +24,8 @@ def train_until_epoch_2(start, folder, script, **env):
     flags = ["--epochs", "100000", "--workers", "1", "--checkpoint", f"{folder}/run.pt"]
     arguments = command(script, *flags, folder=copy_script(folder, script, SMALL_MODEL))
     process, log = start(arguments, "epoch 2 train_loss", **env)
-    return process, [process.pid, *process_ids(log.read_text())]
+    ranks = sorted(re.findall(r"(rank \d+: |)process (\d+) on", log.read_text()))
+    return process, [process.pid, *(int(pid) for _, pid in ranks)]
 
 
 def test_ctrl_c_ends_torchrun_and_two_spawn_runs_that_listen_on_loopback_alone(start, tmp_path):
@@ -49,7 +36,7 @@ def test_ctrl_c_ends_torchrun_and_two_spawn_runs_that_listen_on_loopback_alone(s
     assert addresses_of(pids_of_one[1:] + pids_of_two[1:]) == {"0100007F"}  # 127.0.0.1: eth9 is ignored
     os.killpg(one.pid, signal.SIGINT)
     os.kill(two.pid, signal.SIGINT)  # to the parent alone, as an IDE's stop button does
-    wait_until_gone(pids_of_launch + pids_of_one + pids_of_two)
+    await_end(pids_of_launch + pids_of_one + pids_of_two)
     assert launch.wait() and one.wait() and two.wait()  # their exit codes are not 0
 
 
@@ -59,7 +46,7 @@ def test_ctrl_c_ends_torchrun_and_two_spawn_runs_that_listen_on_loopback_alone(s
 def test_ctrl_c_or_a_killed_process_ends_all_on_gpus(script, sent, start, tmp_path):
     process, pids = train_until_epoch_2(start, tmp_path, script, **ALL_GPUS)
     os.killpg(process.pid, signal.SIGINT) if sent == "SIGINT" else os.kill(pids[2], signal.SIGKILL)  # rank 1
-    wait_until_gone(pids)
+    await_end(pids)
     assert process.wait() != 0
 
 
@@ -70,7 +57,7 @@ def test_processes_whose_parent_is_killed_while_they_import_pytorch_end(start, t
     process, log = start(command("ddp_spawn_train", folder=folder), r"(IMPORTS[^I]*){3}", cwd=folder)
     pids = [int(pid) for pid in re.findall(r"IMPORTS (\d+)", log.read_text())]
     process.kill()  # The others see it, and go on.
-    wait_until_gone(pids)
+    await_end(pids)
     assert "epochs are done" not in log.read_text()
 
 
@@ -158,5 +145,5 @@ def test_killed_at_15_random_moments_a_run_ends_like_an_uninterrupted_one(script
         pids = processes_of(process.pid)
         for pid in random.choice([pids, pids[-1:]]):  # all processes, or one of them
             os.kill(pid, signal.SIGKILL)
-        wait_until_gone(pids)
+        await_end(pids)
     assert result(run(arguments, cwd=killed)) and saved_by(killed) == saved_by(uninterrupted)

@@ -5,7 +5,8 @@ Where the page says in one line what to do, they do that, too, and see that the 
 
 import re
 
-from conftest import ROOT, in_group
+from conftest import in_group
+from editing import ROOT
 
 PAGE = (ROOT / "TROUBLESHOOTING.md").read_text()
 IN_OTHER_TESTS = [
@@ -17,7 +18,7 @@ IN_OTHER_TESTS = [
 ]
 
 FUNCTIONS = """
-import itertools, random
+import contextlib, itertools, random
 import numpy as np
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
@@ -51,27 +52,22 @@ drawn = [*itertools.islice(itertools.cycle(loader), 24)]
 assert drawn[:12] == drawn[12:] and [*loader] != [*loader]
 """,
     "Random numbers have the same seed on all ranks.": """
-class Noise(torch.utils.data.Dataset):
-    own = np.random.default_rng(21)
-    draws = dict(numpy=np.random.rand, random=random.random, own=own.random, torch=lambda: torch.rand(1).item())
-
-    def __init__(self, name):
-        self.draw = self.draws[name]
-
-    def __len__(self):
-        return 8
-
+class Noise(list):
     def __getitem__(self, index):
-        return self.draw()
+        return super().__getitem__(index)()
+
+draws = dict(numpy=np.random.rand, random=random.random, torch=lambda: torch.rand(1).item())
+draws["own"] = np.random.default_rng(21).random
 
 def drawn_by(name, **options):
-    return DataLoader(Noise(name), None, multiprocessing_context="fork" if options else None, **options)
+    context = "fork" if options else None
+    return DataLoader(Noise([draws[name]] * 8), None, multiprocessing_context=context, **options)
 
 random.seed(21), np.random.seed(21), torch.manual_seed(21 + rank)
 assert [different(drawn_by(name)) for name in ("numpy", "random", "own", "torch")] == [8, 8, 8, 16]
 random.seed(21 + rank), np.random.seed(21 + rank)
 assert [different(drawn_by(name)) for name in ("numpy", "random")] == [16, 16]
-Noise.draws["own"] = lambda: np.random.default_rng(torch.randint(2**31, ()).item()).random()
+draws["own"] = lambda: np.random.default_rng(torch.randint(2**31, ()).item()).random()
 assert different(drawn_by("own")) == 16
 two, generator = dict(num_workers=2), torch.Generator().manual_seed(21)
 assert different(drawn_by("torch", **two)) == 16 and different(drawn_by("torch", generator=generator, **two)) == 8
@@ -144,10 +140,9 @@ for wait, right in (lambda: None, False), (dist.barrier, True):
         if rank == 0:
             torch.save(torch.full((100_000,), number), "model.pt")
         wait()
-        try:
-            wrong += torch.load("model.pt")[-1].item() != number
-        except Exception:  # a part of the file, or none
-            wrong += 1
+        wrong += 1
+        with contextlib.suppress(Exception):  # a part of the file, or none
+            wrong -= torch.load("model.pt")[-1].item() == number
     assert (sum(of_all(wrong)) == 0) == right
 """,
 }

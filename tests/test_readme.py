@@ -6,67 +6,12 @@ import socket
 import subprocess
 import sys
 import venv
-from textwrap import indent
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    SCRIPTS,
-    SMALL,
-    SMALL_MODEL,
-    block,
-    command,
-    copy_script,
-    edited,
-    edits_of,
-    in_processes,
-    result,
-    run,
-)
-
-# For minimal/ on the CPU: other data, a small model with BatchNorm, no GPU.
-DATA = """
-def small_cifar10(*_, train, **options):
-    generator = torch.Generator().manual_seed(21 + train)
-    labels = torch.randint(10, (410 if train else 61,), generator=generator)
-    colours = 0.5 * nn.functional.one_hot(labels, 32)[:, None, None]
-    images = torch.rand(len(labels), 3, 32, 32, generator=generator) + colours
-    return torch.utils.data.TensorDataset(images, labels)
-
-datasets.CIFAR10 = small_cifar10
-"""
-MODEL = "nn.Sequential(nn.Flatten(), nn.Linear(3072, 10), nn.BatchNorm1d(10))"
-ON_THE_CPU = {
-    "import datasets, models, transforms\n": f"import datasets, models, transforms\n{DATA}",
-    'torch.device("cuda")': 'torch.device("cpu")',
-    'torch.device("cuda", local_rank)': 'torch.device("cpu")',
-    "torch.cuda.set_device(device)": "pass",
-    '"nccl"': '"gloo"',
-    ", device_id=device": "",
-    "models.resnet50(num_classes=10)": MODEL,
-    "    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images\n": "",
-    "    model.maxpool = nn.Identity()\n": "",
-    "lr=1e-3": "lr=1e-2",
-    "num_workers=8": "num_workers=0",
-    "batch_size=512": "batch_size=40",
-}
-
-
-def train_minimal(nproc, folder, *edits, epochs=4):
-    """Start minimal/ddp.py on the CPU after some edits, or minimal/one_gpu.py if `nproc` is 0."""
-    folder.mkdir(exist_ok=True)
-    program = edited((ROOT / "minimal" / ("ddp.py" if nproc else "one_gpu.py")).read_text(), *edits)
-    lengths = {"range(10)": f"range({epochs})", "range(epochs_done, 10)": f"range(epochs_done, {epochs})"}
-    for old, new in (ON_THE_CPU | lengths).items():
-        program = program.replace(old, new)
-    (folder / "program.py").write_text(program)
-    return in_processes(nproc, folder, "program.py")
-
-
-def after(line, code):
-    """Return an edit that adds code after a line, as far indented as the line."""
-    return line, line + indent(code, re.match(" *", line)[0])
+from conftest import SMALL, command, in_processes, result, run, train_minimal
+from editing import IMAGES, ROOT, SCRIPTS, SMALL_MINIMAL, SMALL_MODEL, copy_script, edited
+from pages import MINIMAL, after, block, edits_of, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -81,9 +26,9 @@ def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(n
     assert finished.returncode == 0
     printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
     assert len(printed) == 4 and printed[-1] > 0.3  # four epochs, each printed once
-    scope = {}
-    exec(f"import torch\nfrom torch import nn\nclass datasets: pass\n{DATA}\nmodel = {MODEL}.eval()", scope)
-    images, labels = scope["small_cifar10"](train=False).tensors
+    scope = dict(torch=torch, nn=torch.nn)
+    exec(f"{IMAGES}\nmodel = {SMALL_MINIMAL['models.resnet50(num_classes=10)']}.eval()", scope)
+    images, labels = scope["small_images"](61).tensors
     scope["model"].load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     accuracy = (scope["model"](images).argmax(1) == labels).double().mean().item()
     assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
@@ -105,69 +50,96 @@ def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
 
 # ------------------------------------------------------------ The checks of a port; step 7 is the second
 
+OLD_LOSS, LOSS = (line("loss = nn").replace("ddp_model", model) for model in ("model", "ddp_model"))
+BEFORE_EPOCHS, SET_EPOCH = line(r"manual_seed\(21 \+"), line("set_epoch")
+TRAIN_SET, ALL_REDUCE = line("train_set ="), line("all_reduce")
+SAMPLER, VAL_SHARE = "sampler=sampler)", "Subset(val_set, range(rank, len(val_set), world_size))"
+WEIGHTED = "torch.utils.data.WeightedRandomSampler([1.0] * len(train_set), len(train_set))"
+SPLIT = "torch.rand(rank); train_set = torch.utils.data.random_split(train_set, [400, 10])[0]"
+AVERAGE = "        correct = correct * len(val_set) / len(val_share) / world_size\n"
 
-def mistakes_end(check, mistakes, nprocs, folder, *edits):
-    """Run an edited port; then run it with each mistake, which must end it with the message of the check."""
-    old = (ROOT / "minimal" / "ddp.py").read_text()
-    port = edited(old, *edits)
-    assert [train_minimal(nproc, folder, (old, port)).returncode for nproc in nprocs] == [0] * len(nprocs)
-    for name, edit in mistakes.items():
-        finished = train_minimal(nprocs[-1], folder, (old, edited(port, edit)))
-        assert finished.returncode != 0 and re.search(check, finished.stdout), name
-
-
-def test_check_1_ends_a_port_whose_first_losses_are_not_those_of_the_old_script(tmp_path):
-    before = ("    for epoch in", "    losses = []\n    for epoch in")
-    loss = "            loss = nn.functional.cross_entropy(model(images), labels)\n"
-    old = train_minimal(0, tmp_path, before, after(loss, block("old losses")), ("shuffle=True", "shuffle=False"))
-    assert old.returncode == 0 and len(torch.load(tmp_path / "losses.pt")) == 3
-    mistakes = {"another rate": ("lr=1e-3", "lr=2e-2"), "another seed": ("seed(21)", "seed(22)")}
-    in_order = ("seed=21, drop_last", "shuffle=False, drop_last")
-    check = after(loss.replace("(model", "(ddp_model"), block("losses"))
-    mistakes_end("not close", mistakes, [1], tmp_path, before, check, in_order)
-
-
-LOSS, WEIGHTS = "(ddp_model(images), labels)", "torch.arange(1.0, 11, device=device)"
-CHECK_3 = {
-    "class weights": (LOSS, f"(ddp_model(images), labels, {WEIGHTS})"),
-    "a wrong factor": ("loss.backward()", "(loss / world_size).backward()"),
-    "batch statistics": ("        model.eval()  # without", "        model.train()  # without"),
-    "unequal shares": ("batch_size=60 // world_size", "batch_size=20 - (rank == 2)"),
-    "zeros in a new layer": ("ddp_model = DDP(model)", "model[2].weight.data.zero_(); ddp_model = DDP(model)"),
+# Check: the message with which it ends a wrong port, the numbers of processes of the right port, the edits of
+# minimal/ddp.py, and the mistakes, which the last of these numbers of processes make.
+CHECKS = {
+    1: ("not close", [1], [after(BEFORE_EPOCHS, "losses = []\n"), after(LOSS, block("losses"))]),
+    3: ("the gradient differs by|gradient of zero", [1, 2, 3], edits_of(block("gradient"))),
+    5: (
+        "come twice|other images|that of the last epoch",
+        [2, 3],
+        [
+            after(BEFORE_EPOCHS, "last_indices = None\n"),
+            after(SET_EPOCH, block("data")),
+            ("sampler=sampler, num_workers=8", "sampler=sampler"),
+        ],
+    ),
+    6: ("not close", [1, 2, 3], edits_of(block("metrics"))),
+}
+CHECKS[1][2].append(("seed=21, drop_last", "shuffle=False, drop_last"))
+MISTAKES = {
+    1: {"another rate": ("lr=1e-3", "lr=2e-2"), "another seed": ("seed(21)", "seed(22)")},
+    3: {
+        "class weights": ("labels)\n", "labels, torch.arange(1.0, 11, device=device))\n"),
+        "a wrong factor": ("loss.backward()", "(loss / world_size).backward()"),
+        "batch statistics": ("        model.eval()  # without", "        model.train()  # without"),
+        "unequal shares": ("batch_size=60 // world_size", "batch_size=20 - (rank == 2)"),
+        "zeros in a new layer": ("ddp_model = DDP(model)", "model[2].weight.data.zero_(); ddp_model = DDP(model)"),
+    },
+    5: {
+        "no sampler": (SAMPLER, "shuffle=True)"),
+        "a WeightedRandomSampler": (SAMPLER, f"sampler={WEIGHTED})"),
+        "a seed of each rank": ("seed=21, drop", "seed=21 + rank, drop"),
+        "no set_epoch": ("sampler.set_epoch(epoch)", "pass"),
+        "another order": after(TRAIN_SET, "train_set = Subset(train_set, range(rank, len(train_set)))\n"),
+        "random_split without a generator": after(TRAIN_SET, f"{SPLIT}\n"),
+        "other numbers of classes": after(TRAIN_SET, "train_set = [(i, (n + rank) % 10) for i, n in train_set]\n"),
+    },
+    6: {
+        "a DistributedSampler": (VAL_SHARE, "Subset(val_set, [*DistributedSampler(val_set, shuffle=False)])"),
+        "drop_last": ("(val_share, batch_size=512)", "(val_share, batch_size=2, drop_last=True)"),
+        "an average over the ranks": (ALL_REDUCE, AVERAGE + ALL_REDUCE),
+        "random numbers": ("(model(images.to", "(model(torch.randn_like(images) + images.to"),
+        "the share of a rank": (ALL_REDUCE, "        correct *= world_size\n"),
+    },
 }
 
 
-def test_check_3_ends_a_port_whose_gradient_is_not_that_of_one_process(tmp_path):
-    message = "the gradient differs by|gradient of zero"
-    mistakes_end(message, CHECK_3, [1, 2, 3], tmp_path, *edits_of(block("gradient")))
+@pytest.mark.parametrize("number", CHECKS)
+def test_a_check_ends_a_port_with_a_mistake_and_no_other(number, tmp_path):
+    message, nprocs, edits = CHECKS[number]
+    if number == 1:
+        losses = ("    for epoch in", "    losses = []\n    for epoch in"), after(OLD_LOSS, block("old losses"))
+        assert train_minimal(0, tmp_path, *losses, ("shuffle=True", "shuffle=False")).returncode == 0
+        assert len(torch.load(tmp_path / "losses.pt")) == 3
+    if number == 6:
+        assert train_minimal(1, tmp_path, epochs=1).returncode == 0  # saves model.pt
+    port = edited(MINIMAL, *edits)
+    assert [train_minimal(nproc, tmp_path, (MINIMAL, port)).returncode for nproc in nprocs] == [0] * len(nprocs)
+    for name, mistake in MISTAKES[number].items():
+        finished = train_minimal(nprocs[-1], tmp_path, (MINIMAL, edited(port, mistake)))
+        assert finished.returncode != 0 and re.search(message, finished.stdout), name
 
 
-ALL_REDUCE = "        dist.all_reduce(correct)  # the sum over all ranks\n"
+LOAD = '+        optimizer.load_state_dict(state["optimizer"])\n'
+LOAD_SCHEDULE = '+        scheduler.load_state_dict(state["scheduler"])\n'
+MAKE_SCHEDULE = "+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9)\n"
 NOT_LOADED = {
-    "the optimizer": '+        optimizer.load_state_dict(state["optimizer"])\n',
+    "nothing": "",
+    "the optimizer": LOAD,
     "the seed": "+        torch.manual_seed(21 + rank + world_size * epoch)\n",
-    "a schedule": '+        scheduler.load_state_dict(state["scheduler"])\n',
+    "a schedule": LOAD_SCHEDULE,
 }
 
 
-@pytest.mark.parametrize("missing", ["nothing", *NOT_LOADED])
+@pytest.mark.parametrize("missing", NOT_LOADED)
 def test_check_4_compares_all_that_a_resumed_and_an_uninterrupted_run_have_saved(missing, tmp_path):
-    load, save = NOT_LOADED["the optimizer"], "state = dict("
     diff = edited(
         block("resume"),
-        (load, load + NOT_LOADED["a schedule"]),
-        (save, f"{save}scheduler=scheduler.state_dict(), "),
-        (
-            "+    epochs_done = 0\n",
-            "+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9)\n+    epochs_done = 0\n",
-        ),
+        (LOAD, LOAD + LOAD_SCHEDULE),
+        ("state = dict(", "state = dict(scheduler=scheduler.state_dict(), "),
+        ("+    epochs_done = 0\n", f"{MAKE_SCHEDULE}+    epochs_done = 0\n"),
     )
     dropout = ("    model = model.to(device)", "    model = nn.Sequential(nn.Dropout(0.1), model).to(device)")
-    edits = [
-        dropout,
-        *edits_of(diff.replace(NOT_LOADED.get(missing, "nothing"), "")),
-        after(ALL_REDUCE, "scheduler.step()"),
-    ]
+    edits = [dropout, *edits_of(diff.replace(NOT_LOADED[missing], "")), after(ALL_REDUCE, "scheduler.step()\n")]
     for file, epochs in ("uninterrupted.pt", 2), ("of_epoch_1.pt", 1), ("resumed.pt", 2):
         finished = train_minimal(2, tmp_path, *edits, epochs=epochs)
         assert finished.returncode == 0
@@ -176,57 +148,6 @@ def test_check_4_compares_all_that_a_resumed_and_an_uninterrupted_run_have_saved
     assert "rank 0: run.pt has 1 epochs" in finished.stdout
     (tmp_path / "compare.py").write_text(block("compare"))
     assert (in_processes(0, tmp_path, "compare.py").returncode == 0) == (missing == "nothing")
-
-
-TRAIN_SET = "train=True, download=True, transform=transforms.ToTensor())\n"
-WEIGHTED = "torch.utils.data.WeightedRandomSampler([1.0] * len(train_set), len(train_set)))"
-CHECK_5 = {
-    "no sampler": ("sampler=sampler)", "shuffle=True)"),
-    "a WeightedRandomSampler": ("sampler=sampler)", f"sampler={WEIGHTED}"),
-    "a seed of each rank": ("seed=21, drop", "seed=21 + rank, drop"),
-    "no set_epoch": ("sampler.set_epoch(epoch)", "pass"),
-    "another order of the files": (
-        TRAIN_SET,
-        f"{TRAIN_SET}    train_set = Subset(train_set, range(rank, len(train_set)))\n",
-    ),
-    "random_split without a generator": (
-        TRAIN_SET,
-        f"{TRAIN_SET}    torch.rand(rank); train_set = torch.utils.data.random_split(train_set, [400, 10])[0]\n",
-    ),
-    "other numbers of the classes": (
-        TRAIN_SET,
-        f"{TRAIN_SET}    train_set = [(image, (label + rank) % 10) for image, label in train_set]\n",
-    ),
-}
-
-
-def test_check_5_ends_a_port_whose_ranks_do_not_share_the_images(tmp_path):
-    check = after(
-        "        sampler.set_epoch(epoch)  # 6. Otherwise, all epochs have the same order.\n", block("data")
-    )
-    before = ("    for epoch in", "    last_indices = None\n    for epoch in")
-    message = "come twice|other images|that of the last epoch"
-    mistakes_end(
-        message, CHECK_5, [2, 3], tmp_path, check, before, ("sampler=sampler, num_workers=8", "sampler=sampler")
-    )
-
-
-AVERAGE = "correct = correct * len(val_set) / len(val_share) / world_size"
-CHECK_6 = {
-    "a DistributedSampler": (
-        "Subset(val_set, range(rank, len(val_set), world_size))",
-        "Subset(val_set, [*DistributedSampler(val_set, shuffle=False)])",
-    ),
-    "drop_last": ("DataLoader(val_share, batch_size=512)", "DataLoader(val_share, batch_size=2, drop_last=True)"),
-    "an average over the ranks": ("dist.all_reduce(correct)", f"{AVERAGE}; dist.all_reduce(correct)"),
-    "random numbers": ("(model(images.to", "(model(torch.randn_like(images) + images.to"),
-    "the share of a rank": ("dist.all_reduce(correct)", "correct *= world_size"),
-}
-
-
-def test_check_6_ends_a_port_whose_metrics_are_not_those_of_one_process(tmp_path):
-    assert train_minimal(1, tmp_path, ("lr=1e-3", "lr=2e-3"), epochs=1).returncode == 0  # saves model.pt
-    mistakes_end("not close", CHECK_6, [1, 2, 3], tmp_path, *edits_of(block("metrics")))
 
 
 # ------------------------------------------------------------ Several machines, and an old PyTorch

@@ -8,7 +8,8 @@ import signal
 import sys
 
 import pytest
-from conftest import LIMIT, ROOT, SCRIPTS, SMALL_MODEL, copy_script, processes_of, run, wait_until_gone
+from conftest import LIMIT, await_end, processes_of, run
+from editing import ROOT, SCRIPTS, SMALL_MODEL, copy_script
 
 import dp_train
 
@@ -107,7 +108,7 @@ def test_ctrl_c_ends_it(start_stubs, start, tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(LIMIT) == 130 and "\nStopped. The logs are in" in log.read_text()
     assert re.findall(r"(?m)^\w+", (tmp_path / "runs").read_text()) == ["0", "all", "all"]  # no other run began
-    wait_until_gone(pids)
+    await_end(pids)
 
 
 @pytest.mark.parametrize("flags", ["--epoks 3", "--checkpoint=run.pt", "--precision bf16"])

@@ -10,20 +10,8 @@ import sys
 
 import pytest
 import torch
-from conftest import (
-    APEX_ON_THE_CPU,
-    FLOAT64,
-    RESNET,
-    ROOT,
-    SCRIPTS,
-    SMALL_MODEL,
-    command,
-    copy_script,
-    result,
-    run,
-    saved_by,
-    train,
-)
+from conftest import command, result, run, saved_by, train
+from editing import APEX_ON_THE_CPU, FLOAT64, KILLED_IN_EPOCH_2, RESNET, ROOT, SCRIPTS, SMALL_MODEL, copy_script
 
 import ddp_spawn_train
 import dp_train
@@ -107,9 +95,6 @@ def test_the_optimizer_and_its_schedule(script):
         scheduler.step()
     assert max(rates) == pytest.approx(0.1) and rates[0] < 0.01 and rates[-1] < 1e-3 and group["momentum"] == 0.9
 
-
-# Rank 0 is killed when it has written the checkpoint of epoch 2, but not yet given it its name.
-KILLED_IN_EPOCH_2 = ("    os.replace(", "    if state.get('epoch') == 2: os.kill(os.getpid(), 9)\n    os.replace(")
 
 # An ordinary copy: own data with random transforms, an own model, own metrics, and a flag that is a Path.
 ITEMS = """
@@ -216,7 +201,6 @@ SHUFFLED_ALIKE = [
 ]
 LIKE_LAUNCH = {  # the number of processes, flags, edits
     "dp_train": (1, [], SHUFFLED_ALIKE),
-    "ddp_spawn_train": (2, [], []),
     "apex_amp_train": (2, [], [('enabled=args.backend == "torch"', "enabled=False")]),
     "apex_amp_train with Apex": (2, "--backend apex --opt-level O2".split(), [APEX_ON_THE_CPU]),
 }

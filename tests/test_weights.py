@@ -5,8 +5,8 @@ Each case replaces lines of ddp_launch_train.py. One start of two processes trai
 
 import json
 
-import pytest
-from conftest import SMALL, SMALL_MODEL, copy_script, in_processes
+from conftest import SMALL, in_processes
+from editing import SMALL_MODEL, copy_script
 
 CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
 WRAP, WRAPPED = "    # [DDP 5/9]", "    ddp_model.broadcast_buffers = False"
@@ -23,6 +23,21 @@ def training(*weights):
     return {OPTIMIZER: f"    return torch.optim.SGD([*model.parameters(), *{frozen}], lr)\n{OPTIMIZER}"}
 
 
+def frozen(layers):
+    return {WRAP: f"    model[{layers}].requires_grad_(False)\n{WRAP}"}
+
+
+def wrapped(code):
+    """Return an edit that adds code after the model is wrapped."""
+    return {WRAPPED: f"{WRAPPED}\n    {code}"}
+
+
+WEIGHTS, OWN_GRADIENT = "model.parameters()", "weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"
+HOOK = """def update(weight):
+        weight.data.sub_(weight.grad, alpha=0.01)
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(update)"""
+OWN_SCALE = f"    args.scale = nn.Parameter(torch.ones(10))\n    return torch.optim.SGD([*{WEIGHTS}, args.scale]"
 KINDS = {
     "zeros": "torch.zeros(3)",
     "complex": "torch.randn(3, dtype=torch.complex64)",
@@ -35,27 +50,14 @@ DIFFERENT = {
     "imaginary weights": training("torch.randn(3) * 1j * dist.get_rank()"),
     "a tiny learning rate": {SMALL_MODEL[1]: NO_BIAS, CALL: "(args, model, batch", OPTIMIZER: TINY_RATE},
     "training with model": {CALL: "(args, model, batch"},
-    "training the last layer alone with model": {
-        CALL: "(args, model, batch",
-        WRAP: f"    model[:4].requires_grad_(False)\n{WRAP}",
-    },
+    "training the last layer alone with model": {CALL: "(args, model, batch", **frozen(":4")},
     "DDP(model)(images) in the loop": {CALL: "(args, DDP(model), batch"},
     "a method other than forward": {CALL: "(args, lambda images: ddp_model.module.forward(images), batch"},
     "two backward calls": {BACKWARD: "loss.backward(retain_graph=True); loss.backward()"},
-    "gradients from torch.autograd.grad": {
-        BACKWARD: """for weight in model.parameters():
-                weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"""
-    },
-    "a model that is converted and converted back": {WRAPPED: f"{WRAPPED}\n    model.double(); model.float()"},
-    "a layer that is unfrozen after wrapping": {
-        WRAP: f"    model[0].requires_grad_(False)\n{WRAP}",
-        WRAPPED: f"{WRAPPED}\n    model[0].requires_grad_(True)",
-    },
-    "a weight outside of the model": {
-        OPTIMIZER: """    args.scale = nn.Parameter(torch.ones(10))
-    return torch.optim.SGD([*model.parameters(), args.scale]""",
-        OUTPUTS: "outputs.float() * args.scale, labels)",
-    },
+    "gradients from torch.autograd.grad": {BACKWARD: f"for weight in {WEIGHTS}: {OWN_GRADIENT}"},
+    "a model that is converted and converted back": wrapped("model.double(); model.float()"),
+    "a layer that is unfrozen after wrapping": {**frozen(0), **wrapped("model.requires_grad_(True)")},
+    "a weight outside of the model": {OPTIMIZER: OWN_SCALE, OUTPUTS: "outputs.float() * args.scale, labels)"},
     "a learning rate of each rank": {STEP: "optimizer.param_groups[0]['lr'] = loss.item() / 50; optimizer.step()"},
     "other ranks that take the else": {SAVE: f"{SAVE}\n        else: optimizer.param_groups[0]['max_lr'] /= 4"},
     "an incomplete last group under no_sync": {
@@ -64,22 +66,15 @@ DIFFERENT = {
             ddp_model.require_backward_grad_sync = step % 2 == 0  # as no_sync() does""",
         STEP: "if step % 2 == 0 or step == steps: optimizer.step()",
     },
-    "a step in a post-accumulate hook": {
-        WRAPPED: f"""{WRAPPED}
-    def update(weight):
-        weight.data.sub_(weight.grad, alpha=0.01)
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(update)""",
-        STEP: "pass",
-    },
+    "a step in a post-accumulate hook": {**wrapped(HOOK), STEP: "pass"},
 }
 NOISE = "1 + rank * 1e-7 * torch.randn_like(weight)"  # float32 has a precision of 1.2e-7
 EQUAL = {
     "the script as it is": {},
     "weights of all kinds": training(*KINDS.values()),
-    "frozen layers": {WRAP: f"    model[0].requires_grad_(False)\n{WRAP}"},
+    "frozen layers": frozen(0),
     "clipped gradients": {STEP: f"nn.utils.clip_grad_norm_(model.parameters(), 0.1); {STEP}"},
-    "GPUs that round differently": {STEP: f"{STEP}; [weight.data.mul_({NOISE}) for weight in model.parameters()]"},
+    "GPUs that round differently": {STEP: f"{STEP}; [weight.data.mul_({NOISE}) for weight in {WEIGHTS}]"},
     "weights that are NaN": {BACKWARD: "(loss * math.nan).backward()"},
 }
 
@@ -101,26 +96,20 @@ end_group()
 """
 
 
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory):
-    """Return for each case how it ended on the two ranks, and whether rank 0 has saved a checkpoint."""
-    folder = tmp_path_factory.mktemp("weights")
+def test_different_weights_end_the_run_on_all_ranks_and_are_not_saved_and_equal_ones_do_not_end_it(tmp_path):
     for case, edits in (DIFFERENT | EQUAL).items():
-        copy_script(folder / "cases" / case, "ddp_launch_train", SMALL_MODEL, *edits.items())
-    (folder / "program.py").write_text(PROGRAM)
-    assert in_processes(2, copy_script(folder, "dp_train"), "program.py").returncode == 0
-    of_0, of_1 = (json.loads((folder / f"ends{rank}.json").read_text()) for rank in (0, 1))
-    return {case: (of_0[case], of_1[case], (folder / "cases" / case / "run.pt").exists()) for case in of_0}
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_different_weights_end_the_run_on_all_ranks_and_are_not_saved(case, ends):
-    epoch = 2 if "else" in case else 1  # The others differ from the first epoch on.
-    sentence = f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md"
-    assert ends[case] == (sentence, sentence, epoch == 2)
-
-
-@pytest.mark.parametrize("case", EQUAL)
-def test_equal_weights_do_not_end_the_run_unless_they_are_nan(case, ends):
-    sentence = "a metric is NaN or infinite: use a smaller --lr and a new --checkpoint"
-    assert ends[case] == ((sentence, sentence, False) if "NaN" in case else ("well", "well", True))
+        copy_script(tmp_path / "cases" / case, "ddp_launch_train", SMALL_MODEL, *edits.items())
+    (tmp_path / "program.py").write_text(PROGRAM)
+    assert in_processes(2, copy_script(tmp_path, "dp_train"), "program.py").returncode == 0
+    ends_of_ranks = [json.loads((tmp_path / f"ends{rank}.json").read_text()) for rank in (0, 1)]
+    assert len(ends_of_ranks[0]) == len(DIFFERENT | EQUAL)
+    for case in DIFFERENT | EQUAL:
+        epoch = 2 if "else" in case else 1  # The others differ from the first epoch on.
+        expected = f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md"
+        saved = epoch == 2
+        if case in EQUAL:
+            expected, saved = "well", True
+        if "NaN" in case:
+            expected, saved = "a metric is NaN or infinite: use a smaller --lr and a new --checkpoint", False
+        assert [ends[case] for ends in ends_of_ranks] == [expected] * 2, case
+        assert (tmp_path / "cases" / case / "run.pt").exists() == saved, case

@@ -1,0 +1,50 @@
+"""How the tests read the code blocks of the pages, and put them into the scripts."""
+
+import re
+from textwrap import indent
+
+from editing import ROOT
+
+MINIMAL, LAUNCH = ((ROOT / path).read_text() for path in ("minimal/ddp.py", "ddp_launch_train.py"))
+
+
+def edits_of(*diffs):
+    """Return diffs of the pages as edits. Lines with "..." part them."""
+    hunks = [hunk for diff in diffs for hunk in re.split(r"(?m)^\.\.\.\n", diff)]
+    return [["\n".join(re.findall(rf"(?m)^[ {sign}](.*)", hunk)) for sign in "-+"] for hunk in hunks]
+
+
+def block(name):
+    """Return the code after the comment `<!-- test: NAME -->` in one of the pages."""
+    pages = "".join(page.read_text() for page in sorted(ROOT.glob("*.md")))
+    [code] = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", pages, re.S)
+    return code
+
+
+def at(place, *codes):
+    """Return an edit that puts code in place of a line, with its indentation."""
+    return place, indent("".join(codes), re.match(" *", place)[0])
+
+
+def before(place, *codes):
+    return place, at(place, *codes)[1] + place
+
+
+def after(place, *codes):
+    return place, place + at(place, *codes)[1]
+
+
+def line(pattern, lines=1, text=MINIMAL):
+    """Return the line of a script that has a pattern, and the lines after it."""
+    [found] = re.findall(rf"(?m)^.*{pattern}.*\n" + ".*\n" * (lines - 1), text)
+    return found
+
+
+def ours(pattern):
+    """Return the line of ddp_launch_train.py that has a pattern."""
+    return line(pattern, 1, LAUNCH)
+
+
+def parts(name):
+    """Return the parts of a block that begin with a comment, and what stands before them."""
+    return [part.rstrip("\n") + "\n" for part in re.split(r"\n\n(?=#)", block(name))]
