@@ -33,7 +33,7 @@ def functions(*codes):
 
 
 # The scripts that a diff fits. Other diffs fit all scripts with DDP.
-FITS = {"F1 in our scripts": SCRIPTS, "schedule per epoch": SCRIPTS, "apex ddp": SCRIPTS[3:]}
+FITS = {"F1 in our scripts": SCRIPTS, "schedule per epoch": SCRIPTS, "our early stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
 
 
 def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_each_recipe(tmp_path):
@@ -373,17 +373,23 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks_and_all_ranks_stop_in_one_epoch
         assert finished.returncode == 0 and counts == [1, 6, 6, 6]
         losses += [ast.literal_eval(values)["loss"] for values in re.findall("LOG ({.*}) 5", finished.stdout)]
     assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    copy_script(tmp_path / "ours", "ddp_launch_train", *edits_of(block("our early stopping")), *FLOAT64)
+    first, again = (train(tmp_path / "ours", 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
+    assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
+    assert result(first) == result(again)
 
 
 def test_a_warm_up_rises_and_ends_near_0_and_a_plateau_lowers_the_rate():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
     plateau, warm_up = parts("schedules")
-    scope, rates = dict(torch=torch, optimizer=optimizer, train_loader=range(100)), []
-    exec(warm_up, scope)
-    for _ in range(1000):
-        rates += [optimizer.param_groups[0]["lr"]]
-        optimizer.step(), scope["scheduler"].step()
-    assert rates[0] == 1 / 500 and rates[499:501] == [1, 1] and 0 < rates[-1] < rates[-2] < 0.01
+    for steps in 1, 100:  # in an epoch
+        scope, rates = dict(torch=torch, optimizer=optimizer, train_loader=range(steps)), []
+        exec(warm_up, scope)
+        for _ in range(10 * steps):
+            rates += [optimizer.param_groups[0]["lr"]]
+            optimizer.step(), scope["scheduler"].step()
+        assert max(rates) == 1 and 0 < rates[-1] < rates[-2] < 3 / steps
+    assert rates[0] == 1 / 50 and rates[49:51] == [1, 1]
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=1)
     for _ in range(4):
         exec(plateau, dict(scheduler=scheduler, correct=torch.tensor(5), val_set=range(10)))
