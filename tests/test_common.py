@@ -31,12 +31,14 @@ def test_of_several_processes_one_downloads_cifar10(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda path, md5: os.path.isfile(path))
     monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", download)
-    for train, test in ThreadPoolExecutor(4).map(common.load_cifar10, [tmp_path] * 4):  # processes wait alike
+    at_once = ThreadPoolExecutor(4).map(common.load_cifar10, [tmp_path] * 4)  # processes wait alike
+    for train, test in [*at_once, common.load_cifar10(tmp_path)]:
         assert train.tensors[1].tolist() == [7, 3] * 5 and test.tensors[1].tolist() == [7, 3]
 
 
 def test_the_model_is_made_for_small_images_or_has_pretrained_weights(tmp_path, monkeypatch):
-    assert common.build_resnet("resnet18", 32).conv1.stride == (1, 1)  # torchvision's is (2, 2)
+    strides = [common.build_resnet("resnet18", size).conv1.stride for size in (64, 65)]
+    assert strides == [(1, 1), (2, 2)]  # torchvision's is (2, 2)
     source = torchvision.models.resnet18().state_dict()
     (tmp_path / "checkpoints").mkdir()
     torch.save(source, tmp_path / "checkpoints" / "resnet18-f37072fd.pth")
@@ -78,6 +80,7 @@ def test_the_model_gets_images_resized_and_normalised_as_torchvision_does_or_flo
         torch.testing.assert_close(seen.pop(), expected, rtol=1e-4, atol=1e-5)
         compute_loss(args, model, (expected, labels), cpu, training=True)
         assert seen.pop() is expected
+    assert common.prepare(images[:, :9, :8], 8).shape == (3, 3, 8, 8)
 
 
 def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):

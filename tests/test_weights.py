@@ -37,7 +37,8 @@ HOOK = """def update(weight):
         weight.data.sub_(weight.grad, alpha=0.01)
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(update)"""
-OWN_SCALE = f"    args.scale = nn.Parameter(torch.ones(10))\n    return torch.optim.SGD([*{WEIGHTS}, args.scale]"
+OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
+    return torch.optim.SGD([dict(params={WEIGHTS}), dict(params=args.scale)]"""
 KINDS = {
     "zeros": "torch.zeros(3)",
     "complex": "torch.randn(3, dtype=torch.complex64)",
