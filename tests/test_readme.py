@@ -37,7 +37,8 @@ def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(n
 def test_of_two_machines_rank_0_alone_prints_and_saves_and_both_validate_its_model(tmp_path):
     line = '    world_size = int(os.environ["WORLD_SIZE"])  # number of processes\n'
     own_folder = after(line, "os.mkdir(f'machine {rank}')\nos.chdir(f'machine {rank}')\n")
-    say = after(ALL_REDUCE, "print(f'SEED {torch.initial_seed()} MEAN {model[2].running_mean.sum()}\\n', end='')\n")
+    say = "print(f'SEED {torch.initial_seed()} MEAN {model[2].running_mean.sum()}\\n', end='')\n"
+    say = after(ALL_REDUCE, say)
     finished = train_minimal(2, tmp_path, ('int(os.environ["LOCAL_RANK"])', "0"), own_folder, say)
     assert finished.returncode == 0 and finished.stdout.count("accuracy") == 4
     seeds, means = zip(*re.findall("SEED (.*) MEAN (.*)", finished.stdout))

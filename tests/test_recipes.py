@@ -310,7 +310,8 @@ def test_a_loop_by_steps_resumes_like_an_uninterrupted_run_also_with_workers(tmp
     workers = "num_workers=2, multiprocessing_context='fork'"
     expected = weights_of("two", 2, by_steps(7))
     assert not equal(weights_of("resumed", 2, by_steps(3, workers)), expected)
-    assert equal(weights_of("resumed", 2, by_steps(7, workers)), expected)
+    for _ in "resumed", "finished":
+        assert equal(weights_of("resumed", 2, by_steps(7, workers)), expected)
 
 
 # ------------------------------------------------------------ Metrics, logging and early stopping
