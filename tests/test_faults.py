@@ -1,14 +1,12 @@
 """What breaks a run: Ctrl-C, kills, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
 
 import os
-import random
 import re
 import signal
-import time
 
 import pytest
 import torch
-from conftest import ALL_GPUS, GPUS, await_end, command, in_processes, processes_of, result, run, saved_by, train
+from conftest import ALL_GPUS, GPUS, await_end, command, in_processes, run, train
 from editing import SCRIPTS, SMALL_MODEL, copy_script
 
 
@@ -131,19 +129,3 @@ def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_e
 def test_sync_bn_replaces_batchnorm_by_layers_that_need_a_gpu(script, tmp_path):
     finished = train(copy_script(tmp_path, script, SMALL_MODEL), 2, "--sync-bn", script=script)
     assert finished.returncode != 0 and "SyncBatchNorm layers only work with GPU modules" in finished.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
-def test_killed_at_15_random_moments_a_run_ends_like_an_uninterrupted_one(script, start, tmp_path):
-    arguments = command(script, "--epochs", "12", "--lr", "1", "--checkpoint", "run.pt")
-    uninterrupted, killed = (copy_script(tmp_path / name, script) for name in ("uninterrupted", "killed"))
-    result(run(arguments, cwd=uninterrupted))
-    for _ in range(15):
-        process, _ = start(arguments, "epochs are done", cwd=killed)
-        time.sleep(random.uniform(0, 2.5))  # within one or two epochs
-        pids = processes_of(process.pid)
-        for pid in random.choice([pids, pids[-1:]]):  # all processes, or one of them
-            os.kill(pid, signal.SIGKILL)
-        await_end(pids)
-    assert result(run(arguments, cwd=killed)) and saved_by(killed) == saved_by(uninterrupted)

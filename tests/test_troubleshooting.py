@@ -1,12 +1,9 @@
-"""[DDP 7/9] ends a run whose processes have different weights after an epoch, before it saves. No other run ends.
-
-Each case replaces lines of ddp_launch_train.py. One start of two processes trains all cases, one after the other.
-"""
+"""TROUBLESHOOTING.md: causes of weights that differ, and random numbers that are the same on all ranks."""
 
 import json
 
-from conftest import SMALL, in_processes
-from editing import SMALL_MODEL, copy_script
+from conftest import SMALL, in_group, in_processes
+from editing import ROOT, SMALL_MODEL, copy_script
 
 CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
 WRAP, WRAPPED = "    # [DDP 5/9]", "    ddp_model.broadcast_buffers = False"
@@ -33,10 +30,6 @@ def wrapped(code):
 
 
 WEIGHTS, OWN_GRADIENT = "model.parameters()", "weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"
-HOOK = """def update(weight):
-        weight.data.sub_(weight.grad, alpha=0.01)
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(update)"""
 OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
     return torch.optim.SGD([dict(params={WEIGHTS}), dict(params=args.scale)]"""
 KINDS = {
@@ -67,7 +60,6 @@ DIFFERENT = {
             ddp_model.require_backward_grad_sync = step % 2 == 0  # as no_sync() does""",
         STEP: "if step % 2 == 0 or step == steps: optimizer.step()",
     },
-    "a step in a post-accumulate hook": {**wrapped(HOOK), STEP: "pass"},
 }
 NOISE = "1 + rank * 1e-7 * torch.randn_like(weight)"  # float32 has a precision of 1.2e-7
 EQUAL = {
@@ -97,6 +89,7 @@ end_group()
 """
 
 
+# Each case replaces lines of ddp_launch_train.py. Two processes train all cases, one after the other.
 def test_different_weights_end_the_run_on_all_ranks_and_are_not_saved_and_equal_ones_do_not_end_it(tmp_path):
     for case, edits in (DIFFERENT | EQUAL).items():
         copy_script(tmp_path / "cases" / case, "ddp_launch_train", SMALL_MODEL, *edits.items())
@@ -114,3 +107,44 @@ def test_different_weights_end_the_run_on_all_ranks_and_are_not_saved_and_equal_
             expected, saved = "a metric is NaN or infinite: use a smaller --lr and a new --checkpoint", False
         assert [ends[case] for ends in ends_of_ranks] == [expected] * 2, case
         assert (tmp_path / "cases" / case / "run.pt").exists() == saved, case
+
+
+NUMBERS = """
+import random
+import numpy as np
+
+class Noise(list):
+    def __getitem__(self, index):
+        return super().__getitem__(index)()
+
+draws = dict(numpy=np.random.rand, random=random.random, torch=lambda: torch.rand(1).item())
+draws["own"] = np.random.default_rng(21).random
+
+def different(name, **options):  # returns how many of the 16 numbers that both ranks draw are different
+    options["multiprocessing_context"], of_all = "fork" if options else None, [None] * world_size
+    dist.all_gather_object(of_all, list(torch.utils.data.DataLoader(Noise([draws[name]] * 8), None, **options)))
+    return len(set(sum(of_all, [])))
+
+random.seed(21), np.random.seed(21), torch.manual_seed(21 + rank)
+assert [different(name) for name in ("numpy", "random", "own", "torch")] == [8, 8, 8, 16]
+random.seed(21 + rank), np.random.seed(21 + rank)
+assert [different(name) for name in ("numpy", "random")] == [16, 16]
+draws["own"] = lambda: np.random.default_rng(torch.randint(2**31, ()).item()).random()
+assert different("own") == 16
+two, generator = dict(num_workers=2), torch.Generator().manual_seed(21)
+assert different("torch", **two) == 16 and different("torch", generator=generator, **two) == 8
+for seed, number in (int, 8), (lambda _: torch.randint(2**31, ()).item(), 16):
+    seed_numpy = lambda worker: np.random.seed(seed(worker))
+    assert different("numpy", worker_init_fn=seed_numpy, **two) == number
+"""
+
+
+def test_random_numbers_differ_between_ranks_if_the_page_is_followed(tmp_path):
+    in_group(2, tmp_path, NUMBERS)
+
+
+def test_the_page_quotes_the_sentences_that_end_a_run():
+    page = (ROOT / "TROUBLESHOOTING.md").read_text()
+    for script, processes in ("ddp_launch_train", "processes"), ("minimal/ddp", "ranks"):
+        sentence = f"the weights of the {processes} differ"
+        assert sentence in (ROOT / f"{script}.py").read_text() and f"`{sentence}`" in page
