@@ -21,9 +21,9 @@ from editing import IMAGES, ROOT, SMALL_MINIMAL, edited
 from torch.utils._pytree import tree_map_only
 
 LIMIT = 600  # seconds that a run may take. Only a run that hangs takes as long, also on a busy machine.
-# On the CPU, unless a test passes ALL_GPUS to run(). The processes of pytest-xdist inherit both variables.
+# On the CPU, unless a test passes ALL_GPUS to run(). device_count() does not initialise CUDA in this process.
 names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.is_available() else "")
+names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.device_count() else "")
 ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
