@@ -143,14 +143,14 @@ def main(args):
         different = torch.zeros((), device=device)  # the number of weights that differ by more than rounding
         for weight in [weight.detach() for group in optimizer.param_groups for weight in group["params"]]:
             of_rank_0 = weight.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(of_rank_0, src=0)
+            dist.broadcast(of_rank_0, src=0)  # overwrites the copy with rank 0's weight
             different += (weight - of_rank_0).abs().float().norm() > 1e-5 * of_rank_0.abs().float().norm()
         dist.all_reduce(different, op=dist.ReduceOp.SUM)
         if different:
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
 
         # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
-        # `ddp_model`, which may communicate, it could hang if the processes have different numbers of batches.)
+        # `ddp_model`, which can communicate, it could hang if the processes have different numbers of batches.)
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)

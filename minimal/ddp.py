@@ -30,10 +30,10 @@ def main():
     val_set = datasets.CIFAR10("data", train=False, transform=transforms.ToTensor())
 
     # 4. Each process loads its own share of the images. Otherwise, each would train on all.
-    sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; with drop_last, repeats no image
+    sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; drop_last: no image comes twice
     train_loader = DataLoader(train_set, batch_size=512, sampler=sampler, num_workers=8)  # per process
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
-    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)  # without drop_last: all images count
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler could repeat images
+    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)  # keeps the last, smaller batch
 
     model = models.resnet50(num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images
@@ -59,11 +59,11 @@ def main():
         # 7. All ranks must still have rank 0's weights. If not, some gradients were not averaged.
         for weight in [weight.detach() for group in optimizer.param_groups for weight in group["params"]]:
             of_rank_0 = weight.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(of_rank_0, src=0)
+            dist.broadcast(of_rank_0, src=0)  # overwrites the copy with rank 0's weight
             difference = (weight - of_rank_0).abs().float().norm()
             assert difference <= 1e-5 * of_rank_0.abs().float().norm(), "the weights of the ranks differ"
 
-        # 8. Each rank validates its share, with `model`: `ddp_model` may communicate, and hang if the ranks have
+        # 8. Each rank validates its share, with `model`: `ddp_model` can communicate, and hang if the ranks have
         # different numbers of batches. BatchNorm's running statistics differ between the ranks: take rank 0's.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)

@@ -67,9 +67,9 @@ AVERAGE = "        correct = correct * len(val_set) / len(val_share) / world_siz
 # minimal/ddp.py, and the mistakes, which the last of these numbers of processes make.
 CHECKS = {
     1: ("not close", [1], [after(BEFORE_EPOCHS, "losses = []\n"), after(LOSS, block("losses"))]),
-    3: ("the gradient differs by|gradient of zero", [1, 2, 3], edits_of(block("gradient"))),
+    3: ("the gradient differs by|a gradient is zero", [1, 2, 3], edits_of(block("gradient"))),
     5: (
-        "come twice|other images|the same random|that of the last epoch",
+        "come twice|are missing|other images|the same seed|that of the last epoch",
         [2, 3],
         [
             after(BEFORE_EPOCHS, "last_indices = None\n"),
@@ -77,7 +77,7 @@ CHECKS = {
             ("sampler=sampler, num_workers=8", "sampler=sampler"),
         ],
     ),
-    6: ("not close|not validated", [1, 2, 3], edits_of(block("metrics"))),
+    6: ("not close|missing, or come twice", [1, 2, 3], edits_of(block("metrics"))),
 }
 CHECKS[1][2].append(("seed=21, drop_last", "shuffle=False, drop_last"))
 MISTAKES = {

@@ -82,12 +82,14 @@ images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 weighted = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 sums_of_weights, sums_of_dice = parts("by sums")
 SHARES = f"""{PIXELS}
-shares = ddp_model(images).softmax(1)
+probabilities = ddp_model(images).softmax(1)
 targets = nn.functional.one_hot(labels.clamp(min=0), 4).permute(0, 3, 1, 2)
 """
-dice = "loss = 1 - (2 * (shares * targets).sum((0, 2, 3)) / (shares + targets).sum((0, 2, 3))).mean()"
-SIMCLR = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
-simclr = """first, second = nn.functional.normalize(ddp_model(torch.cat([view_1, view_2]))).chunk(2)
+dice = """overlap, area = (x.sum((0, 2, 3)) for x in (probabilities * targets, probabilities + targets))
+loss = 1 - (2 * overlap / area).mean()
+"""
+VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
+views = """first, second = nn.functional.normalize(ddp_model(torch.cat([view_1, view_2]))).chunk(2)
 scores = 10 * first @ second.T
 loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diagonal().mean()
 """
@@ -124,7 +126,7 @@ LOSSES = {
     "class weights, gathered": (PIXELS, weighted, block("gathered")),
     "class weights, by sums": (PIXELS, weighted, sums_of_weights),
     "Dice": (SHARES, dice, sums_of_dice),
-    "SimCLR": (SIMCLR, simclr, block("SimCLR")),
+    "two views": (VIEWS, views, block("views")),
     "triplets": (TRIPLETS, triplets, "loss = hardest(gather(ddp_model(images)), gather(labels))"),
     "advantages": (ADVANTAGES, normalise + POLICY, block("reinforcement learning") + POLICY),
     "codebook": (CODEBOOK, codebook + NEAREST, block("codebook") + NEAREST),
