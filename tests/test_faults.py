@@ -72,7 +72,7 @@ def test_a_second_run_on_a_checkpoint_is_refused_and_the_first_trains_on(start, 
 
 # Each fault strikes in epoch 2: errors on one rank, unequal weights, NaN, a full disk, a value of no safe type.
 FAULTS = [
-    (["ddp_launch_train"], "if rank == 1: raise OSError('no such file')", "no such file"),
+    (["ddp_launch_train", "apex_amp_train"], "if rank == 1: raise OSError('no such file')", "no such file"),
     (SCRIPTS[1:], "if rank == 1: raise SystemExit('no such file')", "no such file"),
     (SCRIPTS[1:], "model[4].weight.data += rank", "the weights of the processes differ"),
     (SCRIPTS, "if step == steps: model[4].weight.data[0, 0] = math.nan", "NaN or infinite"),
@@ -86,8 +86,10 @@ FAULTS = [(script, fault, message) for scripts, fault, message in FAULTS for scr
 def test_after_a_fault_the_last_checkpoint_stays(script, fault, message, tmp_path):
     line, in_epoch_2 = "            loss_sum += loss.detach()", "            if epoch == 2:\n                "
     folder = copy_script(tmp_path, script, SMALL_MODEL, (line, f"{in_epoch_2}{fault}\n{line}"))
-    finished = train(folder, 2, script=script)
+    finished = train(folder, 2, script=script, TORCHELASTIC_ERROR_FILE="error.json")
     assert finished.returncode != 0 and re.search(message, finished.stdout)
+    if "OSError" in fault:
+        assert (tmp_path / "error.json").exists()  # from which torchrun prints the traceback
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
     torch.load(tmp_path / "run.pt.best", weights_only=True)
 
