@@ -213,8 +213,9 @@ def by_steps(last, workers="num_workers=0"):
     return [define(draws), before(line("# 5. Wrap"), LOAD), set_epoch, *in_place_of_the_loop(loop)]
 
 
-DRAWN = f"""for step in range(7):
-    drawn = torch.randint(60, (12,), generator=torch.Generator().manual_seed(21 + step))
+DRAWN = f"""orders = [torch.randperm(60, generator=torch.Generator().manual_seed(21 + epoch)) for epoch in (0, 1)]
+for step in range(7):
+    drawn = torch.cat(orders)[12 * step : 12 * (step + 1)]
     images, labels = (torch.stack(part) for part in zip(*(train_set[i] for i in drawn)))
     torch.manual_seed(21 + step)
 {indent(loss_and_step, "    ")}"""
