@@ -66,6 +66,7 @@ def test_all_scripts_train_without_a_gpu(tmp_path):
     assert finished.returncode == 0, finished.stderr
     beginnings = [re.match(r"\|\w+\|\d\|\d", row)[0] for row in rows_of(finished)]  # name, GPUs, processes
     assert beginnings == ["|one_process|0|1", "|dp|0|1", "|ddp_launch|0|2", "|ddp_spawn|0|2", "|torch_O1|0|2"]
+    assert not [*tmp_path.glob("*.pt*"), *tmp_path.glob("*.lock")]  # without --checkpoint, nothing is saved
 
 
 def test_the_rows_on_two_gpus_with_apex(start_stubs, tmp_path):
