@@ -41,7 +41,7 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only_and_saves_the_model(sc
     assert result(finished)["world_size"] == processes == finished.stdout.count("epochs are done")
     assert len(re.findall(r"^epoch \d step 5/5 loss ", finished.stdout, re.M)) == 2  # epochs
     first, second = re.findall(r"train_loss (\S+)", finished.stdout)
-    assert float(second) < float(first) - 0.1
+    assert float(second) < float(first) - 0.1 < 3  # a mean over images: at first, about log(10)
     state = torch.load(folder / "run.pt", weights_only=True)
     assert not any(name.startswith("module.") for name in state["model"])
     assert state["scheduler"]["total_steps"] == 10  # those of two epochs
