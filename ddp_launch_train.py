@@ -51,7 +51,7 @@ def main(args):
 
     # [DDP 4/9] Each process loads an equal share of each batch, so the mean of their gradients is the batch's.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler would repeat images
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler could repeat images
     options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
     options["multiprocessing_context"] = "fork" if args.workers else None  # otherwise, Python 3.14 copies the data
     train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)

@@ -1,9 +1,9 @@
-"""TROUBLESHOOTING.md: causes of weights that differ, and random numbers that are the same on all ranks."""
+"""TROUBLESHOOTING.md: causes of weights that differ, and mistakes that raise no error."""
 
 import json
 
 from conftest import SMALL, in_group, in_processes
-from editing import ROOT, SMALL_MODEL, copy_script
+from editing import SMALL_MODEL, copy_script
 
 CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
 WRAP, WRAPPED = "    # [DDP 5/9]", "    ddp_model.broadcast_buffers = False"
@@ -137,14 +137,30 @@ for seed, number in (int, 8), (lambda _: torch.randint(2**31, ()).item(), 16):
     seed_numpy = lambda worker: np.random.seed(seed(worker))
     assert different("numpy", worker_init_fn=seed_numpy, **two) == number
 """
+OTHERS = """
+import itertools
+from torchmetrics.classification import BinaryAUROC
+from torch.utils.data import DataLoader
+
+class Stream(torch.utils.data.IterableDataset):
+    __iter__ = lambda self: iter(range(12))
+class BatchNormAct(nn.BatchNorm1d):
+    forward = lambda self, images: super(BatchNormAct, self).forward(images).relu()
+
+assert list(DataLoader(Stream(), None)) == [*range(12)]  # on each rank
+drawn = [*itertools.islice(itertools.cycle(DataLoader(range(12), shuffle=True)), 24)]
+assert drawn[:12] == drawn[12:]
+ddp_model, images = DDP(nn.Linear(6, 1, False)), torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+ddp_model(torch.ones(6, 6)).sum().backward()
+assert (ddp_model.module.weight.grad == 6).all()  # with one process: 12
+assert not torch.allclose(nn.BatchNorm1d(6)(images[rank::2]), nn.BatchNorm1d(6)(images)[rank::2], rtol=0.01)
+layer = BatchNormAct(6).eval()
+assert layer(images).min() >= 0 > nn.SyncBatchNorm.convert_sync_batchnorm(layer)(images).min()
+metric, labels = BinaryAUROC(), images[:, 0] > images[:, 1]
+metric.update(images[rank::2, 0].sigmoid(), labels[rank::2].long())
+assert metric.compute() == BinaryAUROC(sync_on_compute=False)(images[:, 0].sigmoid(), labels.long())
+"""
 
 
-def test_random_numbers_differ_between_ranks_if_the_page_is_followed(tmp_path):
-    in_group(2, tmp_path, NUMBERS)
-
-
-def test_the_page_quotes_the_sentences_that_end_a_run():
-    page = (ROOT / "TROUBLESHOOTING.md").read_text()
-    for script, processes in ("ddp_launch_train", "processes"), ("minimal/ddp", "ranks"):
-        sentence = f"the weights of the {processes} differ"
-        assert sentence in (ROOT / f"{script}.py").read_text() and f"`{sentence}`" in page
+def test_random_numbers_and_other_mistakes_that_raise_no_error(tmp_path):
+    in_group(2, tmp_path, NUMBERS + OTHERS)
