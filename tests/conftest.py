@@ -21,10 +21,10 @@ from editing import IMAGES, ROOT, SMALL_MINIMAL, edited
 from torch.utils._pytree import tree_map_only
 
 LIMIT = 600  # seconds that a run may take. Only a run that hangs takes as long, also on a busy machine.
-# On the CPU, unless a test passes ALL_GPUS to run(). device_count() does not initialise CUDA in this process.
+# On the CPU, or with ON_GPUS on the first two GPUs. device_count() does not initialise CUDA in this process.
 names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-names = os.environ.setdefault("GPUS_OF_TESTS", names if torch.cuda.device_count() else "")
-ALL_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
+names = os.environ.setdefault("GPUS_OF_TESTS", ",".join(names.split(",")[:2]) if torch.cuda.device_count() else "")
+ON_GPUS, GPUS = dict(CUDA_VISIBLE_DEVICES=names), len(names.split(",")) if names else 0
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; another number of threads rounds differently
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ALL_GPUS, GPUS, command, result, run, train
+from conftest import GPUS, ON_GPUS, command, result, run, train
 from editing import APEX_ON_THE_CPU, RESNET, ROOT, SMALL_MODEL, copy_script
 from pages import block, edits_of
 
@@ -72,7 +72,7 @@ def test_gradients_that_are_nan_in_each_step_end_the_run_though_its_loss_is_fini
 def run_on_gpus(arguments, tmp_path, *edits):
     script, *flags = arguments.split()
     folder = copy_script(tmp_path, script, ("if step % 20 == 0:", "if True:"), *edits)
-    return run(command(script, *FLAGS, *flags, nproc=min(GPUS, 2), folder=folder), **ALL_GPUS)
+    return run(command(script, *FLAGS, *flags, nproc=GPUS, folder=folder), **ON_GPUS)
 
 
 def losses(finished):
@@ -83,7 +83,7 @@ def losses(finished):
 @needs_gpu
 @pytest.mark.parametrize("script", ["dp_train", "ddp_launch_train", "ddp_spawn_train"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 2e-2)])
-def test_it_trains_on_all_gpus_and_compiled_alike(script, precision, tolerance, tmp_path):
+def test_it_trains_on_gpus_and_compiled_alike(script, precision, tolerance, tmp_path):
     eager = losses(run_on_gpus(f"{script} --precision {precision}", tmp_path))
     if script != "dp_train" or GPUS == 1:  # which compiles for one GPU only
         compiled = losses(run_on_gpus(f"{script} --precision {precision} --compile", tmp_path))
@@ -103,10 +103,10 @@ def test_apexs_own_ddp_and_sync_bn_train_like_pytorchs(tmp_path):
 def test_every_level_trains_clips_and_resumes_like_an_uninterrupted_run(level, tmp_path):
     flags = [*FLAGS, "--clip-grad", "1", "--checkpoint", "run.pt"]
     flags += [] if level == "torch" else ["--backend", "apex", "--opt-level", level]
-    arguments = command("apex_amp_train", *flags, nproc=min(GPUS, 2), folder=tmp_path)
+    arguments = command("apex_amp_train", *flags, nproc=GPUS, folder=tmp_path)
     same = ("    train_set, val_set", "    torch.backends.cudnn.deterministic = True\n    train_set, val_set")
-    first, _, *saved = run_and_resume(tmp_path, lambda: run(arguments, cwd=tmp_path, **ALL_GPUS), same)
-    assert result(first)["gpus"] == min(GPUS, 2)
+    first, _, *saved = run_and_resume(tmp_path, lambda: run(arguments, cwd=tmp_path, **ON_GPUS), same)
+    assert result(first)["gpus"] == GPUS
     torch.testing.assert_close(saved[0]["model"], saved[1]["model"], rtol=1e-3, atol=1e-5)
 
 

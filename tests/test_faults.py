@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from conftest import ALL_GPUS, GPUS, await_end, command, in_processes, run, train
+from conftest import GPUS, ON_GPUS, await_end, command, in_processes, run, train
 from editing import SCRIPTS, SMALL_MODEL, copy_script
 
 
@@ -42,7 +42,7 @@ def test_ctrl_c_ends_torchrun_and_two_spawn_runs_that_listen_on_loopback_alone(s
 @pytest.mark.parametrize("script", ["ddp_launch_train", "ddp_spawn_train"])
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGKILL"])
 def test_ctrl_c_or_a_killed_process_ends_all_on_gpus(script, sent, start, tmp_path):
-    process, pids = train_until_epoch_2(start, tmp_path, script, **ALL_GPUS)
+    process, pids = train_until_epoch_2(start, tmp_path, script, **ON_GPUS)
     os.killpg(process.pid, signal.SIGINT) if sent == "SIGINT" else os.kill(pids[2], signal.SIGKILL)  # rank 1
     await_end(pids)
     assert process.wait() != 0
