@@ -40,11 +40,6 @@ def line(pattern, lines=1, text=MINIMAL):
     return found
 
 
-def ours(pattern):
-    """Return the line of ddp_launch_train.py that has a pattern."""
-    return line(pattern, 1, LAUNCH)
-
-
 def parts(name):
     """Return the parts of a block that begin with a comment, and what stands before them."""
     return [part.rstrip("\n") + "\n" for part in re.split(r"\n\n(?=#)", block(name))]

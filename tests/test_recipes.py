@@ -13,18 +13,13 @@ import pytest
 import torch
 from conftest import SMALL, in_group, in_processes, result, run, saved_by, train, train_minimal
 from editing import FLOAT64, KILLED_IN_EPOCH_2, ROOT, SCRIPTS, SMALL_MODEL, copy_script, edited
-from pages import after, at, before, block, edits_of, line, ours, parts
+from pages import LAUNCH, after, at, before, block, edits_of, line, parts
 from PIL import Image
 from torchmetrics.functional.classification import multiclass_f1_score
 
 import common
 
 PAGE = (ROOT / "RECIPES.md").read_text()
-
-
-def define(*codes):
-    """Return an edit of minimal/ddp.py that defines functions."""
-    return "def main():", "\n".join([*codes, "def main():"])
 
 
 def functions(*codes):
@@ -91,12 +86,6 @@ views = """first, second = nn.functional.normalize(ddp_model(torch.cat([view_1, 
 scores = 10 * first @ second.T
 loss = -(scores.log_softmax(0) + scores.log_softmax(1)).diagonal().mean()
 """
-TRIPLETS = f"""{ROWS}
-def hardest(rows, labels):
-    distances, same = torch.cdist(rows, rows), labels[:, None] == labels
-    return (torch.where(same, distances, 0).amax(1) - torch.where(same, 9, distances).amin(1) + 5).relu().mean()
-"""
-triplets = "loss = hardest(ddp_model(images), labels)"
 ADVANTAGES = f"{ROWS}advantages = images.square().sum(1)\n"
 normalise = "advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)\n"
 POLICY = "loss = -(advantages * ddp_model(images)[:, 0]).mean()\n"
@@ -125,7 +114,6 @@ LOSSES = {
     "class weights, by sums": (PIXELS, weighted, sums_of_weights),
     "Dice": (SHARES, dice, sums_of_dice),
     "two views": (VIEWS, views, block("views")),
-    "triplets": (TRIPLETS, triplets, "loss = hardest(gather(ddp_model(images)), gather(labels))"),
     "advantages": (ADVANTAGES, normalise + POLICY, block("reinforcement learning") + POLICY),
     "codebook": (CODEBOOK, codebook + NEAREST, block("codebook") + NEAREST),
     "accumulated class weights": (GROUPS, groups, edited(block("accumulation"), at(of_groups, block("gathered")))),
@@ -156,17 +144,17 @@ NET = "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10)
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
 # Edits of minimal/ddp.py: float64, and no BatchNorm.
 EXACT = [
-    define("torch.set_default_dtype(torch.float64)\n"),
+    functions("torch.set_default_dtype(torch.float64)\n"),
     ("batch_size=512, sampler", "batch_size=12 // world_size, sampler"),
     at(line("model = models"), f"model = {NET}\n"),
     (line("optimizer = "), SGD),  # AdamW would not see a wrong factor
 ]
 LOOP, LOSS, STEP = line("in train_loader", 2), line("loss = nn"), line("optimizer.zero_grad", 3)
-SAMPLER, OUR_SAMPLER, WRAPPED = line("= DistributedS"), ours("= DistributedS"), line("= DDP")
-NO_ACCURACY = at(line(r"correct \+="), "pass\n")
+SAMPLER, OUR_SAMPLER, WRAPPED = line("= DistributedS"), line("= DistributedS", text=LAUNCH), line("= DDP")
+ONE_EPOCH, NO_ACCURACY = ("range(10)", "range(1)"), at(line(r"correct \+="), "pass\n")
 
 # The labels 0 to 3 are ignored, and the others have different weights.
-OURS_LABELLED = after(ours(r"tensor.to\(device"), "labels = labels.where(labels > 3, -100)\n")
+OURS_LABELLED = after(line(r"tensor.to\(device", text=LAUNCH), "labels = labels.where(labels > 3, -100)\n")
 weights = "torch.arange(1, 11).double()"
 DIFF_OF_WEIGHTS = edits_of(block("weights in our scripts").replace("torch.ones(10)", weights))
 OUR_WEIGHTS = [OURS_LABELLED, functions(block("sum over all")), *DIFF_OF_WEIGHTS]
@@ -175,7 +163,7 @@ ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), l
 sampler, use_of_sampler = parts("weighted sampler")
 READ = "lambda epoch: (items[i] for i in np.random.default_rng(epoch).permutation(60))"
 OF_STREAM = [
-    define("import numpy as np\n", block("stream")),
+    functions("import numpy as np\n", block("stream")),
     at(SAMPLER, f"items = train_set\ntrain_set = Stream({READ}, 60)\n"),
     ("world_size, sampler=sampler", "world_size, drop_last=True"),
     ("sampler.set_epoch(epoch)", "train_set.epoch = epoch"),
@@ -191,10 +179,6 @@ if os.path.exists("run.pt"):
 """
 
 
-def in_place_of_the_loop(code):
-    return [("range(10)", "range(1)"), at(LOOP + LOSS + STEP, code)]
-
-
 def by_steps(last, workers="num_workers=0"):
     """Return edits to train to the step `last`, from a checkpoint if there is one."""
     loop = edited(
@@ -206,7 +190,7 @@ def by_steps(last, workers="num_workers=0"):
         at(line(r"\.\.\.  # steps 7", 1, steps), save),
     )
     set_epoch = ("sampler.set_epoch(epoch)", "pass")
-    return [define(draws), before(line("# 5. Wrap"), LOAD), set_epoch, *in_place_of_the_loop(loop)]
+    return [functions(draws), before(line("# 5. Wrap"), LOAD), set_epoch, ONE_EPOCH, at(LOOP + LOSS + STEP, loop)]
 
 
 DRAWN = f"""orders = [torch.randperm(60, generator=torch.Generator().manual_seed(21 + epoch)) for epoch in (0, 1)]
@@ -233,10 +217,10 @@ OF_GAN = [at(SGD, two_models), at(line("for weight in"), weights_of_both), at(LO
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
     "padding": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
-    "weighted sampling": ("minimal", None, [define(sampler), at(SAMPLER, use_of_sampler)]),
+    "weighted sampling": ("minimal", None, [functions(sampler), at(SAMPLER, use_of_sampler)]),
     "in our scripts": ("ddp_launch_train", None, [functions(sampler), at(OUR_SAMPLER, use_of_sampler)]),
     "IterableDataset": ("minimal", None, OF_STREAM),
-    "loop by steps": ("minimal", in_place_of_the_loop(DRAWN), by_steps(7)),
+    "loop by steps": ("minimal", [ONE_EPOCH, at(LOOP + LOSS + STEP, DRAWN)], by_steps(7)),
     "groups of batches": ("minimal", [LARGE_BATCH], [at(LOOP + LOSS + STEP, block("accumulation"))]),
     "GradScaler": ("minimal", [CLIP], [before("    for epoch", scaler), at(LOSS + STEP, scaled_step)]),
     "GAN": ("minimal", [*OF_GAN, at(WRAPPED, wrap.replace("DDP(", "("))], [*OF_GAN, at(WRAPPED, wrap)]),
@@ -333,7 +317,7 @@ def tqdm(items, disable):
 def test_rank_0_alone_logs_the_loss_of_all_ranks_and_all_ranks_stop_in_one_epoch(tmp_path):
     _, init, loop, add, log = parts("logging")
     end = line("    dist.destroy")
-    edits = [define(STAND_INS), before("    for epoch", "best, bad_epochs = 0, 0\n", init)]
+    edits = [functions(STAND_INS), before("    for epoch", "best, bad_epochs = 0, 0\n", init)]
     edits += [before(line("# 9"), log), ("0.1, 0.9", "1e-12")]
     edits += [at(line("in train_loader"), loop), at(line("    optimizer.step"), "optimizer.step()\n", add)]
     edits += [(end, indent(block("early stopping"), " " * 8) + end)]
@@ -436,9 +420,10 @@ def test_ema_and_a_schedule_per_epoch_resume_exactly_and_the_best_weights_give_t
     say = "print('EMA', [*ema.state_dict().values()], force=True)\n"
     imports, before_step_5, after_step, in_step_8 = [part.replace("0.999", "0.9") for part in parts("EMA")]
     edits = [
-        after(ours("    optimizer.step"), after_step),
-        before(ours("for buffer in"), in_step_8, say),
-        at(ours("stateful = "), before_step_5, ours("stateful = ").strip(), '\nstateful["ema"] = ema\n'),
+        after(line("    optimizer.step", text=LAUNCH), after_step),
+        before(line("for buffer in", text=LAUNCH), in_step_8, say),
+        before(line("stateful = ", text=LAUNCH), before_step_5),
+        after(line("stateful = ", text=LAUNCH), 'stateful["ema"] = ema\n'),
         ("= validate(args, model, ", "= validate(args, ema.module, "),
         ('save_atomically(states["model"]', 'save_atomically(stateful["ema"].module.state_dict()'),
         *edits_of(per_epoch),
@@ -477,7 +462,7 @@ def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(
     assert result(train(uninterrupted, 2))
     once = "if rank == 1 and epoch == step == 2 and not os.path.exists('killed'):\n"
     kill = "    open('killed', 'w').close(), os.kill(os.getpid(), 9)\n"
-    kill = after(ours("    scheduler.step"), once, kill)
+    kill = after(line("    scheduler.step", text=LAUNCH), once, kill)
     folder = copy_script(tmp_path / "killed", "ddp_launch_train", SMALL_MODEL, kill)
     command = " ".join([block("restarts").strip().replace("per-node=gpu", "per-node=2"), *SMALL])
     finished = run(["bash", "-c", command], cwd=folder, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")

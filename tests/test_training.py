@@ -136,16 +136,12 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
     uninterrupted, killed = start("uninterrupted"), start("killed", edits=[KILLED_IN_EPOCH_2])
     assert killed.returncode != 0
     of_epoch_1 = torch.load(tmp_path / "killed" / "run.pt", weights_only=True)["model"]
-    say = [("    launch(sys.argv[1:])", "    print('RETURNED', launch(sys.argv[1:]))")]
-    say *= script == "ddp_spawn_train"
-    resumed, finished = start("killed", edits=say), start("killed", edits=say)
+    resumed, finished = start("killed"), start("killed")
     assert ": 1 epochs are done" in resumed.stdout and ": 2 epochs are done" in finished.stdout
     assert result(resumed) == result(finished)  # which had nothing left to train
     assert saved_by(tmp_path / "killed") == saved_by(tmp_path / "uninterrupted")
-    saved, best = (torch.load(tmp_path / "killed" / name, weights_only=True) for name in ("run.pt", "run.pt.best"))
+    best = torch.load(tmp_path / "killed" / "run.pt.best", weights_only=True)
     assert torch.equal(best["4.weight"], of_epoch_1["4.weight"])
-    returned = re.findall("RETURNED (.*)", resumed.stdout + finished.stdout)
-    assert [ast.literal_eval(metrics) for metrics in returned] == [saved["metrics"]] * 2 * len(say)
     columns = list(zip(*re.findall("ITEM (.*) (.*) (.*)", uninterrupted.stdout)))
     assert all(len(set(column)) == len(column) > 200 for column in columns)  # No random number is used twice.
     sentence = "run.pt has {}: use its flags and data, or a new file"

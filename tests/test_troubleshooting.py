@@ -24,11 +24,6 @@ def frozen(layers):
     return {WRAP: f"    model[{layers}].requires_grad_(False)\n{WRAP}"}
 
 
-def wrapped(code):
-    """Return an edit that adds code after the model is wrapped."""
-    return {WRAPPED: f"{WRAPPED}\n    {code}"}
-
-
 WEIGHTS, OWN_GRADIENT = "model.parameters()", "weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"
 OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
     return torch.optim.SGD([dict(params={WEIGHTS}), dict(params=args.scale)]"""
@@ -49,8 +44,8 @@ DIFFERENT = {
     "a method other than forward": {CALL: "(args, lambda images: ddp_model.module.forward(images), batch"},
     "two backward calls": {BACKWARD: "loss.backward(retain_graph=True); loss.backward()"},
     "gradients from torch.autograd.grad": {BACKWARD: f"for weight in {WEIGHTS}: {OWN_GRADIENT}"},
-    "a model that is converted and converted back": wrapped("model.double(); model.float()"),
-    "a layer that is unfrozen after wrapping": {**frozen(0), **wrapped("model.requires_grad_(True)")},
+    "a model that is converted and converted back": {WRAPPED: f"{WRAPPED}; model.double(); model.float()"},
+    "a layer that is unfrozen after wrapping": {**frozen(0), WRAPPED: f"{WRAPPED}; model.requires_grad_(True)"},
     "a weight outside of the model": {OPTIMIZER: OWN_SCALE, OUTPUTS: "outputs.float() * args.scale, labels)"},
     "a learning rate of each rank": {STEP: "optimizer.param_groups[0]['lr'] = loss.item() / 50; optimizer.step()"},
     "other ranks that take the else": {SAVE: f"{SAVE}\n        else: optimizer.param_groups[0]['max_lr'] /= 4"},
@@ -63,7 +58,6 @@ DIFFERENT = {
 }
 NOISE = "1 + rank * 1e-7 * torch.randn_like(weight)"  # float32 has a precision of 1.2e-7
 EQUAL = {
-    "the script as it is": {},
     "weights of all kinds": training(*KINDS.values()),
     "frozen layers": frozen(0),
     "clipped gradients": {STEP: f"nn.utils.clip_grad_norm_(model.parameters(), 0.1); {STEP}"},
