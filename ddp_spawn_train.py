@@ -2,11 +2,12 @@
 
     python ddp_spawn_train.py        # in a notebook: ddp_spawn_train.launch(["--epochs=5"])
 
-Each process has its own GPU, its own replica of the model and its own share of every batch. DDP copies rank 0's
-weights to all processes once, and averages the gradients over all processes in each backward pass (an all-reduce).
-So the weights stay equal; BatchNorm's statistics do not. All processes must train for the same number of steps.
+Each process drives one GPU. It has its own replica of the model and loads its own share of the images. DDP copies
+rank 0's weights to all processes once, and averages the gradients over all processes in each backward pass (an
+all-reduce). So all replicas take the same step and stay equal, except for BatchNorm's running statistics.
 """
 
+import gc
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -36,10 +38,11 @@ def launch(argv=()):
             torch.multiprocessing.spawn(main, (world_size, folder, args), nprocs=world_size)
         except torch.multiprocessing.ProcessExitedException as error:  # it has printed why, or was killed
             raise SystemExit(str(error)) from None
-        return torch.load(f"{folder}/metrics")
+        return torch.load(f"{folder}/metrics-0")
 
 
 def main(rank, world_size, folder, args):
+    prepare_process()
     local_rank = rank  # index of this process on its machine: there is only one machine
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
@@ -49,44 +52,49 @@ def main(rank, world_size, folder, args):
     if cuda:
         torch.cuda.set_device(device)
 
-    # [DDP 3/9] Connect the processes: with NCCL on GPUs, with gloo on CPUs. From here on, a process that waits for
-    # another gives up after ten minutes (gloo: thirty), and raises an error.
-    os.environ.update(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")  # loopback: no other machine can connect
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # lets Ctrl-C end a process that waits in NCCL
-    if not torch.multiprocessing.parent_process().is_alive():  # killed while PyTorch was imported here
-        raise SystemExit(1)
+    # [DDP 3/9] Connect the processes, with NCCL on GPUs and gloo on CPUs. If one stops responding, the others do
+    # not wait for ever: NCCL aborts them after ten minutes, which no `try` can catch, gloo after thirty.
     rendezvous = dict(init_method=f"file://{folder}/store", rank=rank, world_size=world_size)  # needs no free port
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, **rendezvous)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    model = build_model(args)
     args.batch_size = args.batch_size or 512 * world_size
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
-    # [DDP 4/9] Each process loads an equal share of each batch, so the mean of their gradients is the batch's.
+    # [DDP 4/9] In each epoch, DistributedSampler shuffles the images and deals them out. Each process trains on
+    # its own share, in batches of batch_size / world_size. (drop_last: all shares and batches are equally large.)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler could repeat images
-    options = dict(batch_size=args.batch_size // world_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # otherwise, Python 3.14 copies the data
-    train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
-    val_loader = DataLoader(val_share, **options)
-    steps = args.steps = len(train_loader)  # per epoch; a resume with another number is refused
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # the sampler would repeat some images
+    fork = "fork" if args.workers else None  # forked workers share the dataset; Python 3.14 would copy it to each
+    options = dict(num_workers=args.workers, multiprocessing_context=fork, collate_fn=collate, pin_memory=cuda)
+    train_loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True, **options)
+    val_loader = DataLoader(val_share, args.batch_size // world_size, **options)
+    steps = len(train_loader)  # per epoch
 
-    model = model.to(device)
+    model = build_model(args).to(device)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # BatchNorm's statistics are of all GPUs' images
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
+    shapes = [list(weight.shape) for group in optimizer.param_groups for weight in group["params"]]
+    flags = dict(vars(args), steps=steps, train_size=len(train_set), val_size=len(val_set), weights_in_order=shapes)
+    flags = json.loads(json.dumps(flags, default=str))  # plain values, which torch.load() trusts
+    of_all = [None] * world_size
+    dist.all_gather_object(of_all, flags)  # each process may have been started with flags of its own
+    for name in [name for name in flags if name not in MAY_DIFFER]:
+        if any(other[name] != flags[name] for other in of_all):
+            raise SystemExit(f"the processes must have the same {name}: {[other[name] for other in of_all]!s:.99}")
     if args.checkpoint and rank == 0:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
-    epochs_done, metrics = load_checkpoint(args, stateful)
+    epochs_done, metrics = load_checkpoint(args.checkpoint, flags, stateful)
 
-    # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights.
-    ddp_model = DDP(model)
+    # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights: train
+    # with `ddp_model`, which averages the gradients, and use `model` for everything else.
+    ddp_model = DDP(model)  # needs no device_ids, since the inputs are on this process's GPU as well
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
     # [DDP 8/9] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
@@ -102,68 +110,67 @@ def main(rank, world_size, folder, args):
         common.seed_everything(args.seed, epoch, rank)
 
         ddp_model.train()
-        loss_sum = torch.zeros((), device=device)
+        train_sums = Counter()  # its update() adds up
         start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             optimizer.zero_grad()
-            loss, _, _ = compute_loss(args, ddp_model, batch, device, training=True)
+            loss, sums = compute_loss(args, ddp_model, batch, device, training=True)
             loss.backward()  # meanwhile (with --compile, at the end), DDP averages the gradients of all processes
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
+            train_sums.update(sums)
             if step % 20 == 0:
                 value, seconds = loss.item(), time.perf_counter() - start  # .item() waits for the GPU
                 print(f"epoch {epoch} step {step}/{steps} loss {value:.4g} (rank 0) {seconds:.1f} s", flush=True)
-        dist.all_reduce(loss_sum, op=dist.ReduceOp.SUM)  # over all processes
-        train_loss = loss_sum.item() / steps / world_size  # waits for the GPU before the time is taken
-        images_per_second = steps * args.batch_size / (time.perf_counter() - start)
+        epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(all_reduced(train_sums)).items()}
+        images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
-        # [DDP 7/9] All processes must still have rank 0's weights. If not, some gradients were not averaged.
-        different = torch.zeros((), device=device)  # the number of weights that differ by more than rounding
-        for weight in [weight.detach() for group in optimizer.param_groups for weight in group["params"]]:
-            of_rank_0 = weight.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(of_rank_0, src=0)  # overwrites the copy with rank 0's weight
-            different += (weight - of_rank_0).abs().float().norm() > 1e-5 * of_rank_0.abs().float().norm()
-        dist.all_reduce(different, op=dist.ReduceOp.SUM)
-        if different:
-            raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: see TROUBLESHOOTING.md")
+        # [DDP 7/9] A safeguard, no part of the technique: if the weights have gone apart, end before saving them.
+        if weights_differ(optimizer, device):
+            causes = "was model(...) called in place of ddp_model(...)? TROUBLESHOOTING.md has other causes"
+            raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
 
-        # [DDP 8/9] Each process validates its own share with `model`, and all_reduce adds up the sums. (With
-        # `ddp_model`, which can communicate, it could hang if the processes have different numbers of batches.)
+        # [DDP 8/9] Each process validates its own share of the images, and all_reduced() adds up their sums. Use
+        # `model` here: `ddp_model` can communicate, and would hang if one process has more batches than another.
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-        val_sums = validate(args, model, val_loader, device)
-        dist.all_reduce(val_sums, op=dist.ReduceOp.SUM)
-        epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
-        epoch_metrics = {name: float(value) for name, value in epoch_metrics.items()}  # no NumPy numbers
-        metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
-        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
-        if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit("a metric is NaN or infinite: use a smaller --lr and a new --checkpoint")
+        epoch_metrics |= {f"val_{name}": float(v) for name, v in validate(args, model, val_loader, device).items()}
+        improved = epoch_metrics[MAIN_METRIC] > metrics["best"]
+        metrics = epoch_metrics | dict(best=epoch_metrics[MAIN_METRIC] if improved else metrics["best"])
+        speed = f"images_per_second {images_per_second:.0f}"
+        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), speed, flush=True)
+        for name, value in epoch_metrics.items():
+            if not math.isfinite(value):
+                raise SystemExit(f"{name} is {value}: --lr is too large, or a process has divided by a count of 0")
 
         # [DDP 9/9] Only rank 0 saves. It saves `model`: `ddp_model`'s names of the weights begin with "module."
         if args.checkpoint and rank == 0:
-            save_checkpoint(args, stateful, epoch, metrics)
+            save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)
+        if epoch == epochs_done + 1:  # everything is compiled now
+            gc.collect()
+            gc.freeze()  # otherwise, Python's garbage collector stops a process now and then, and the others wait
 
     result = dict(metrics, batch_size=args.batch_size, gpus=world_size if cuda else 0, world_size=world_size)
     result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
-    print("RESULT", json.dumps(result, default=float))  # for the table of run_all.sh
-    if rank == 0:
-        torch.save(metrics, f"{folder}/metrics")  # for launch()
+    print("RESULT", json.dumps(result))  # for the table of run_all.sh
+    torch.save(metrics, f"{folder}/metrics-{rank}")  # for launch()
     dist.destroy_process_group()
 
 
 # ------------------------------------------------------------ Replace these in your own project
-
-MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its largest value
+MAIN_METRIC = "val_accuracy"  # FILE.best has the epoch with its largest value: for an error rate, return -error
+collate = None  # or a function that makes a batch of a list of items, such as one that pads texts
 
 
 def load_data(args):
-    """Return the training and the validation set. Their items are (image, label).
+    """Return the training and the validation set. Here, their items are (image, label).
 
-    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset.
-    With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
+    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset. Other
+    items are for `collate` and compute_loss() alone. To choose which of them form a batch, edit `train_loader` in
+    main() ("Variable lengths" in RECIPES.md). Open files in __getitem__, as forked workers share their position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
@@ -186,48 +193,73 @@ def build_scheduler(args, optimizer, total_steps):
 
 
 def compute_loss(args, model, batch, device, training):
-    """Return the mean loss of a batch, the outputs (n, classes) and the labels (n).
+    """Return the mean loss of a batch, and sums over its items (a dict) for metrics_from().
 
+    A sum is a number or a detached tensor of any shape, such as a confusion matrix, best left on the GPU.
     DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels of
     equal weight. If not (class weights, ignored labels, padding), or if the loss compares images with each other,
-    see RECIPES.md.
+    see RECIPES.md. --clip-grad clips by the norm of the averaged gradient, which is the same in all processes.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
     images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
-    return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
+    loss = nn.functional.cross_entropy(outputs.float(), labels)
+    correct = (outputs.argmax(1) == labels).sum(dtype=torch.float64)
+    return loss, dict(loss=loss.detach().double() * len(labels), correct=correct, images=len(labels))
+
+
+def metrics_from(sums):
+    """Return the metrics (numbers) from the sums over all images. main() calls them train_NAME and val_NAME."""
+    return dict(loss=sums["loss"] / sums["images"], accuracy=sums["correct"] / sums["images"])
+
+
+# ------------------------------------------------------------ Validation, checkpoints and flags
+MAY_DIFFER = {"data_dir", "precision", "compile", "workers", "checkpoint"}  # between processes, and after a resume
 
 
 @torch.no_grad()
 def validate(args, model, loader, device):
-    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
+    """Return the metrics of the whole validation set."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = Counter()
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, model, batch, device, training=False)
-        sums[0] += loss.double() * len(labels)
-        sums[1] += (outputs.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    return sums
+        sums.update(compute_loss(args, model, batch, device, training=False)[1])
+    return metrics_from(all_reduced(sums))
 
 
-def metrics_from(val_sums):
-    """Return the metrics, finite numbers, from the sums over all images."""
-    loss, correct, count = val_sums.tolist()
-    return dict(val_loss=loss / count, val_accuracy=correct / count)
+def prepare_process():
+    """Connect to this machine alone, and end with launch(). This is not part of DDP; torchrun takes care of it."""
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")  # loopback: no other machine can connect
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # lets Ctrl-C end a process that waits in NCCL
+    if not torch.multiprocessing.parent_process().is_alive():  # killed while PyTorch was imported here
+        raise SystemExit(1)
 
 
-# ------------------------------------------------------------ Checkpoints and flags
+def all_reduced(sums):
+    """Return the sums over all processes, in float64. A process without a batch has no sums, and adds nothing."""
+    of_all = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, {name: torch.as_tensor(value).double().cpu() for name, value in sums.items()})
+    return {name: sum(sums.get(name, 0) for sums in of_all) for name in set().union(*of_all)}
 
 
-def save_checkpoint(args, stateful, epoch, metrics):
-    """Save what a resumed run needs, and in FILE.best the weights of the best epoch so far."""
+def weights_differ(optimizer, device):
+    """Return whether a process has other weights than rank 0, by more than rounding."""
+    different = torch.zeros((), device=device)
+    for weight in [weight.detach() for group in optimizer.param_groups for weight in group["params"]]:
+        of_rank_0 = weight.clone(memory_format=torch.contiguous_format)  # as broadcast() needs it
+        dist.broadcast(of_rank_0, src=0)  # overwrites the copy with rank 0's weight
+        different += (weight - of_rank_0).abs().float().norm() > 1e-5 * of_rank_0.abs().float().norm()
+    dist.all_reduce(different, op=dist.ReduceOp.SUM)
+    return bool(different)
+
+
+def save_checkpoint(path, flags, stateful, epoch, metrics, improved):
+    """Save what a resumed run needs, and in FILE.best the weights of the first epoch with the best metric."""
     states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics[MAIN_METRIC] == metrics["best"]:
-        save_atomically(states["model"], f"{args.checkpoint}.best")
-    flags = json.loads(json.dumps(vars(args), default=str))  # plain values, which torch.load() trusts
-    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=flags), args.checkpoint)
+    if improved:
+        save_atomically(states["model"], f"{path}.best")
+    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=flags), path)
 
 
 def save_atomically(state, path):
@@ -237,21 +269,20 @@ def save_atomically(state, path):
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(args, stateful):
+def load_checkpoint(path, flags, stateful):
     """Load the checkpoint, if there is one. Return the number of epochs done, and the metrics of the last one.
 
     Rank 0 reads it and sends it to the others. So they need no shared disk, and all resume from the same epoch.
     """
-    exists = dist.get_rank() == 0 and args.checkpoint and os.path.exists(args.checkpoint)
-    objects = [torch.load(args.checkpoint, map_location="cpu", weights_only=True) if exists else None]
+    exists = dist.get_rank() == 0 and path and os.path.exists(path)
+    objects = [torch.load(path, map_location="cpu", weights_only=True) if exists else None]
     dist.broadcast_object_list(objects, src=0)
     checkpoint = objects[0]
     if checkpoint is None:
         return 0, dict(best=-math.inf)
-    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
-        if name not in may_change and json.dumps(saved) != json.dumps(vars(args).get(name), default=str):
-            raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
+        if name not in MAY_DIFFER and saved != flags.get(name):
+            raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["epoch"], checkpoint["metrics"]
@@ -268,11 +299,12 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
-    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # natively
-    add("--precision", choices=["fp32", "bf16"], default=default, help="fp32 may use TF32 (default: %(default)s)")
+    best = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # not emulated
+    add("--precision", choices=["fp32", "bf16"], default=best, help="fp32 may use TF32 (default: %(default)s)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
+    add("--clip-grad", type=float, help="clip the averaged gradients to this norm (default: do not)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)

@@ -4,15 +4,16 @@
 
 In each forward pass, nn.DataParallel copies the model from GPU 0 to all GPUs, gives each replica a part of the
 batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all
-replicas on GPU 0. BatchNorm normalises each part by itself, and keeps the statistics of GPU 0's part only. What
-`forward` assigns to `self` on a replica is lost after the step, and a replica's `parameters()` is empty.
+replicas on GPU 0. BatchNorm normalises each part by itself, and keeps the statistics of GPU 0's part only.
 """
 
+import gc
 import json
 import math
 import os
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import Counter
 
 import torch
 from filelock import FileLock  # installed with PyTorch
@@ -32,24 +33,27 @@ def main(args):
     args.batch_size = args.batch_size or 512 * max(gpus, 1)
     if args.batch_size > len(train_set):
         raise SystemExit(f"--batch-size must be at most {len(train_set)}")
-    options = dict(batch_size=args.batch_size, num_workers=args.workers, pin_memory=cuda)
-    options["multiprocessing_context"] = "fork" if args.workers else None  # otherwise, Python 3.14 copies the data
-    train_loader = DataLoader(train_set, shuffle=True, drop_last=True, **options)
-    val_loader = DataLoader(val_set, **options)
-    steps = args.steps = len(train_loader)  # per epoch; a resume with another number is refused
+    fork = "fork" if args.workers else None  # forked workers share the dataset; Python 3.14 would copy it to each
+    options = dict(num_workers=args.workers, multiprocessing_context=fork, collate_fn=collate, pin_memory=cuda)
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True, **options)
+    val_loader = DataLoader(val_set, args.batch_size, **options)
+    steps = len(train_loader)  # per epoch
 
     # [DP 1/3] Put the model on GPU 0: DataParallel copies it from there.
     model = build_model(args).to(device)
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
+    shapes = [list(weight.shape) for group in optimizer.param_groups for weight in group["params"]]
+    flags = dict(vars(args), steps=steps, train_size=len(train_set), val_size=len(val_set), weights_in_order=shapes)
+    flags = json.loads(json.dumps(flags, default=str))  # plain values, which torch.load() trusts
     if args.checkpoint:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
-    epochs_done, metrics = load_checkpoint(args, stateful)
+    epochs_done, metrics = load_checkpoint(args.checkpoint, flags, stateful)
 
     # [DP 2/3] Wrap the model, if there are several GPUs. `dp_model` and `model` share their weights.
-    dp_model = nn.DataParallel(Autocast(model, args)) if gpus > 1 else model
+    dp_model = nn.DataParallel(Autocast(model)) if gpus > 1 else model
     if args.compile:
         dp_model = torch.compile(dp_model, mode="reduce-overhead")  # also saves work of the CPU
 
@@ -58,60 +62,63 @@ def main(args):
         common.seed_everything(args.seed, epoch)  # for shuffling and augmentation
 
         dp_model.train()
-        loss_sum = torch.zeros((), device=device)
+        train_sums = Counter()  # its update() adds up
         start = time.perf_counter()
         for step, batch in enumerate(train_loader, 1):
             optimizer.zero_grad()
-            loss, _, _ = compute_loss(args, dp_model, batch, device, training=True)
+            loss, sums = compute_loss(args, dp_model, batch, device, training=True)
             loss.backward()
+            if args.clip_grad:
+                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
             optimizer.step()
             scheduler.step()
-            loss_sum += loss.detach()  # stays on the GPU: .item() would wait for it in every step
+            train_sums.update(sums)
             if step % 20 == 0:
                 value, seconds = loss.item(), time.perf_counter() - start  # .item() waits for the GPU
                 print(f"epoch {epoch} step {step}/{steps} loss {value:.4g} {seconds:.1f} s", flush=True)
-        train_loss = loss_sum.item() / steps  # waits for the GPU before the time is taken
-        images_per_second = steps * args.batch_size / (time.perf_counter() - start)
+        epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(train_sums).items()}
+        images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
-        val_sums = validate(args, model, val_loader, device)  # on GPU 0: `dp_model` copies `model` for each batch
-        epoch_metrics = dict(train_loss=train_loss, **metrics_from(val_sums), images_per_second=images_per_second)
-        epoch_metrics = {name: float(value) for name, value in epoch_metrics.items()}  # no NumPy numbers
-        metrics = dict(epoch_metrics, best=max(metrics["best"], epoch_metrics[MAIN_METRIC]))
-        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), flush=True)
-        if not all(map(math.isfinite, metrics.values())):
-            raise SystemExit("a metric is NaN or infinite: use a smaller --lr and a new --checkpoint")
+        epoch_metrics |= {f"val_{name}": float(v) for name, v in validate(args, model, val_loader, device).items()}
+        improved = epoch_metrics[MAIN_METRIC] > metrics["best"]
+        metrics = epoch_metrics | dict(best=epoch_metrics[MAIN_METRIC] if improved else metrics["best"])
+        speed = f"images_per_second {images_per_second:.0f}"
+        print(f"epoch {epoch}", *(f"{name} {value:.5g}" for name, value in metrics.items()), speed, flush=True)
+        for name, value in epoch_metrics.items():
+            if not math.isfinite(value):
+                raise SystemExit(f"{name} is {value}: --lr is too large, or a process has divided by a count of 0")
 
         # [DP 3/3] Save `model`: the names of `dp_model`'s weights begin with "module."
         if args.checkpoint:
-            save_checkpoint(args, stateful, epoch, metrics)
+            save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)
+        if epoch == epochs_done + 1:  # everything is compiled now
+            gc.collect()
+            gc.freeze()  # otherwise, Python's garbage collector stops a process now and then, and the others wait
 
     result = dict(metrics, batch_size=args.batch_size, gpus=gpus, world_size=1)
     result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
-    print("RESULT", json.dumps(result, default=float))  # for the table of run_all.sh
+    print("RESULT", json.dumps(result))  # for the table of run_all.sh
 
 
-class Autocast(nn.Module):
-    """A model with its own autocast: nn.DataParallel's threads ignore the dtype of an autocast outside."""
+class Autocast(nn.Sequential):
+    """A model with its own autocast: in nn.DataParallel's threads, an autocast outside would be float16."""
 
-    def __init__(self, model, args):
-        super().__init__()
-        self.model, self.bf16 = model, args.precision == "bf16"
-
-    def forward(self, images):
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
-            return self.model(images)
+    def forward(self, *inputs, **named_inputs):
+        with torch.autocast("cuda", torch.bfloat16, enabled=torch.is_autocast_enabled("cuda")):
+            return self[0](*inputs, **named_inputs)
 
 
 # ------------------------------------------------------------ Replace these in your own project
-
-MAIN_METRIC = "val_accuracy"  # FILE.best has the weights of the epoch with its largest value
+MAIN_METRIC = "val_accuracy"  # FILE.best has the epoch with its largest value: for an error rate, return -error
+collate = None  # or a function that makes a batch of a list of items, such as one that pads texts
 
 
 def load_data(args):
-    """Return the training and the validation set. Their items are (image, label).
+    """Return the training and the validation set. Here, their items are (image, label).
 
-    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset.
-    With --workers, open files in __getitem__, once per process: forked workers share the position in an open file.
+    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset. Other
+    items are for `collate` and compute_loss() alone. To choose which of them form a batch, edit `train_loader` in
+    main() ("Variable lengths" in RECIPES.md). Open files in __getitem__, as forked workers share their position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
@@ -134,43 +141,44 @@ def build_scheduler(args, optimizer, total_steps):
 
 
 def compute_loss(args, model, batch, device, training):
-    """Return the mean loss of a batch, the outputs (n, classes) and the labels (n)."""
+    """Return the mean loss of a batch, and sums over its items (a dict) for metrics_from().
+
+    A sum is a number or a detached tensor of any shape, such as a confusion matrix, best left on the GPU.
+    """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
     images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are
     with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
         outputs = model(images)
-    return nn.functional.cross_entropy(outputs.float(), labels), outputs, labels
+    loss = nn.functional.cross_entropy(outputs.float(), labels)
+    correct = (outputs.argmax(1) == labels).sum(dtype=torch.float64)
+    return loss, dict(loss=loss.detach().double() * len(labels), correct=correct, images=len(labels))
+
+
+def metrics_from(sums):
+    """Return the metrics (numbers) from the sums over all images. main() calls them train_NAME and val_NAME."""
+    return dict(loss=sums["loss"] / sums["images"], accuracy=sums["correct"] / sums["images"])
+
+
+# ------------------------------------------------------------ Validation, checkpoints and flags
+MAY_DIFFER = {"data_dir", "precision", "compile", "workers", "checkpoint"}  # between processes, and after a resume
 
 
 @torch.no_grad()
 def validate(args, model, loader, device):
-    """Return sums over the images of the loader, as one tensor: loss, correct predictions, number of images."""
+    """Return the metrics of the whole validation set."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = Counter()
     for batch in loader:
-        loss, outputs, labels = compute_loss(args, model, batch, device, training=False)
-        sums[0] += loss.double() * len(labels)
-        sums[1] += (outputs.argmax(1) == labels).sum()
-        sums[2] += len(labels)
-    return sums
+        sums.update(compute_loss(args, model, batch, device, training=False)[1])
+    return metrics_from(sums)
 
 
-def metrics_from(val_sums):
-    """Return the metrics, finite numbers, from the sums over all images."""
-    loss, correct, count = val_sums.tolist()
-    return dict(val_loss=loss / count, val_accuracy=correct / count)
-
-
-# ------------------------------------------------------------ Checkpoints and flags
-
-
-def save_checkpoint(args, stateful, epoch, metrics):
-    """Save what a resumed run needs, and in FILE.best the weights of the best epoch so far."""
+def save_checkpoint(path, flags, stateful, epoch, metrics, improved):
+    """Save what a resumed run needs, and in FILE.best the weights of the first epoch with the best metric."""
     states = {name: part.state_dict() for name, part in stateful.items()}
-    if metrics[MAIN_METRIC] == metrics["best"]:
-        save_atomically(states["model"], f"{args.checkpoint}.best")
-    flags = json.loads(json.dumps(vars(args), default=str))  # plain values, which torch.load() trusts
-    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=flags), args.checkpoint)
+    if improved:
+        save_atomically(states["model"], f"{path}.best")
+    save_atomically(dict(states, epoch=epoch, metrics=metrics, flags=flags), path)
 
 
 def save_atomically(state, path):
@@ -180,15 +188,14 @@ def save_atomically(state, path):
     os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(args, stateful):
+def load_checkpoint(path, flags, stateful):
     """Load the checkpoint, if there is one. Return the number of epochs done, and the metrics of the last one."""
-    if not args.checkpoint or not os.path.exists(args.checkpoint):
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path and os.path.exists(path) else None
+    if checkpoint is None:
         return 0, dict(best=-math.inf)
-    checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
-        if name not in may_change and json.dumps(saved) != json.dumps(vars(args).get(name), default=str):
-            raise SystemExit(f"{args.checkpoint} has {name}={saved}: use its flags and data, or a new file")
+        if name not in MAY_DIFFER and saved != flags.get(name):
+            raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])
     return checkpoint["epoch"], checkpoint["metrics"]
@@ -205,10 +212,11 @@ def parse_args(argv=None):
     add("--epochs", type=int, default=30, help="default: 30")
     add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
-    default = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # natively
-    add("--precision", choices=["fp32", "bf16"], default=default, help="fp32 may use TF32 (default: %(default)s)")
+    best = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # not emulated
+    add("--precision", choices=["fp32", "bf16"], default=best, help="fp32 may use TF32 (default: %(default)s)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
+    add("--clip-grad", type=float, help="clip the averaged gradients to this norm (default: do not)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
