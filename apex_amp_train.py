@@ -89,7 +89,7 @@ def main(args):
     # [AMP 2/4] Save the loss scale, too. Loading it makes O2's float32 copies, which the optimizer's state needs.
     amp_state = ApexState(optimizer) if use_apex else scaler
     stateful = dict(model=model, amp=amp_state, optimizer=optimizer, scheduler=scheduler)
-    flags = dict(vars(args), steps=steps, train_size=len(train_set), val_size=len(val_set), weights_in_order=shapes)
+    flags = dict(vars(args), steps=steps, train_size=len(train_set), val_size=len(val_set), weight_order=shapes)
     flags = json.loads(json.dumps(flags, default=str))  # plain values, which torch.load() trusts
     of_all = [None] * world_size
     dist.all_gather_object(of_all, flags)  # each process may have been started with flags of its own

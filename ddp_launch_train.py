@@ -67,7 +67,7 @@ def main(args):
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
     shapes = [list(weight.shape) for group in optimizer.param_groups for weight in group["params"]]
-    flags = dict(vars(args), steps=steps, train_size=len(train_set), val_size=len(val_set), weights_in_order=shapes)
+    flags = dict(vars(args), steps=steps, train_size=len(train_set), val_size=len(val_set), weight_order=shapes)
     flags = json.loads(json.dumps(flags, default=str))  # plain values, which torch.load() trusts
     of_all = [None] * world_size
     dist.all_gather_object(of_all, flags)  # each process may have been started with flags of its own
