@@ -134,9 +134,9 @@ def result(finished):
 
 
 def saved_by(folder):
-    """Return what a run has saved, but for its flags and speed, with bytes in place of tensors."""
+    """Return what a run has saved, but for its flags, with bytes in place of tensors."""
     states = [torch.load(folder / name, "cpu", weights_only=True) for name in ("run.pt", "run.pt.best")]
-    del states[0]["flags"], states[0]["metrics"]["images_per_second"]
+    del states[0]["flags"]
     return tree_map_only(torch.Tensor, lambda tensor: tensor.numpy().tobytes(), states)
 
 

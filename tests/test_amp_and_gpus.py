@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 def run_and_resume(folder, start, *edits):
     """Run apex_amp_train.py for two epochs, and its second epoch again. Return both runs, and what they saved."""
-    save = "            save_checkpoint(args, stateful, epoch, metrics)\n"
+    save = "            save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)\n"
     keep = (save, f"{save}            os.system(f'cp run.pt run.pt.{{epoch}}')\n")
     copy_script(folder, "apex_amp_train", keep, *edits)
     first = start()
@@ -30,7 +30,7 @@ def run_and_resume(folder, start, *edits):
 
 
 # Prints the type of the model's outputs, which is float32 without autocast.
-LOSS = "    return nn.functional.cross_entropy("
+LOSS = "    loss = nn.functional.cross_entropy("
 SAY_TYPE = (LOSS, f"    print('TYPE', outputs.dtype)\n{LOSS}")
 
 

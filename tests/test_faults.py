@@ -75,7 +75,9 @@ FAULTS = [
     (["ddp_launch_train", "apex_amp_train"], "if rank == 1: raise OSError('no such file')", "no such file"),
     (SCRIPTS[1:], "if rank == 1: raise SystemExit('no such file')", "no such file"),
     (SCRIPTS[1:], "model[4].weight.data += rank", "the weights of the processes differ"),
-    (SCRIPTS, "if step == steps: model[4].weight.data[0, 0] = math.nan", "NaN or infinite"),
+    (SCRIPTS, "if step == steps: model[4].weight.data[0, 0] = math.nan", "val_loss is nan: --lr is too large, or"),
+    (SCRIPTS[1:], "if rank == 1: sums['loss'] *= math.inf", "train_loss is inf: .* divided by a count of 0"),
+    (["ddp_spawn_train"], "if rank == 1: os.kill(os.getpid(), 9)", "process 1 terminated with signal SIGKILL"),
     (["dp_train"], "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (4096,) * 2)", "large|failed|iostream"),
     (["dp_train"], "optimizer.param_groups[0]['lr'] = common.np.float64(0.01)", "Weights only load failed"),
 ]
@@ -84,7 +86,7 @@ FAULTS = [(script, fault, message) for scripts, fault, message in FAULTS for scr
 
 @pytest.mark.parametrize(("script", "fault", "message"), FAULTS)
 def test_after_a_fault_the_last_checkpoint_stays(script, fault, message, tmp_path):
-    line, in_epoch_2 = "            loss_sum += loss.detach()", "            if epoch == 2:\n                "
+    line, in_epoch_2 = "            train_sums.update(sums)", "            if epoch == 2:\n                "
     folder = copy_script(tmp_path, script, SMALL_MODEL, (line, f"{in_epoch_2}{fault}\n{line}"))
     finished = train(folder, 2, script=script, TORCHELASTIC_ERROR_FILE="error.json")
     assert finished.returncode != 0 and re.search(message, finished.stdout)
@@ -125,6 +127,26 @@ def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_e
     assert "at most 61, and divisible by 2 processes" in train(tmp_path, 2, "--batch-size", "13").stdout
     assert "at most 1023" in in_processes(2, tmp_path, "ddp_launch_train.py", "--synthetic", "1023").stdout
     assert "at most 511" in in_processes(0, tmp_path, "dp_train.py", "--synthetic", "511").stdout
+
+
+# What a search on each rank, a launcher on each machine, or a `set` of weights may make different.
+FIRST, ORDER = "    common.seed_everything(args.seed)  #", "torch.optim.SGD(list(model.parameters())[::{}], lr"
+DIFFERENT = {
+    "seed: [21, 22]": (FIRST, f"    args.seed += rank\n{FIRST}"),
+    "train_size: [61, 60]": ("    args.batch_size = ", "    train_set = train_set[rank:]\n    args.batch_size = "),
+    "val_size: [61, 60]": ("    args.batch_size = ", "    val_set = val_set[rank:]\n    args.batch_size = "),
+    "weight_order: [[[16, ": ("torch.optim.SGD(model.parameters(), lr", ORDER.format("1 - 2 * dist.get_rank()")),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_different_settings_of_the_processes_or_another_order_after_a_resume_end_the_run(script, tmp_path):
+    for difference, edit in DIFFERENT.items():
+        finished = train(copy_script(tmp_path, script, SMALL_MODEL, edit), 2, script=script)
+        assert finished.returncode != 0 and f"the processes must have the same {difference}" in finished.stdout
+    train(copy_script(tmp_path, script, SMALL_MODEL), 2, "--epochs", "1", script=script)
+    copy_script(tmp_path, script, SMALL_MODEL, ("torch.optim.SGD(model.parameters(), lr", ORDER.format(-1)))
+    assert "run.pt has weight_order=[[16, " in train(tmp_path, 2, "--epochs", "1", script=script).stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import contextlib
-import os
 import re
 import shutil
 import sys
@@ -16,20 +15,25 @@ from editing import APEX_ON_THE_CPU, FLOAT64, KILLED_IN_EPOCH_2, RESNET, ROOT, S
 import ddp_spawn_train
 import dp_train
 
+NOTEBOOK = """import ddp_spawn_train, signal
+ddp_spawn_train.load_data = None  # does not reach the processes: they import the file
+handler = signal.getsignal(signal.SIGINT)
+print('RETURNED', ddp_spawn_train"""
+SAME_HANDLER = "assert signal.getsignal(signal.SIGINT) is handler is not signal.SIG_DFL"  # Ctrl-C ends no notebook
+EPOCH = r"train_loss (\S+) train_accuracy (\S+) val_loss \S+ val_accuracy \S+ best (\S+) images_per_second \d+\n"
+
 
 @pytest.fixture(scope="module")
 def first_runs(tmp_path_factory):
     """Run each script once, copied with common.py alone. Return the folders, and what the runs printed."""
     runs = {}
     for script in SCRIPTS:
-        edits = [("step % 20 == 0", "step % 5 == 0")] + [SMALL_MODEL] * (script != "dp_train")
+        edits = [("step % 20 == 0", "step % 5 == 0"), ('MAIN_METRIC = "val_', 'MAIN_METRIC = "train_')]
+        edits += [SMALL_MODEL] * (script != "dp_train")
         folder = copy_script(tmp_path_factory.mktemp("a project") / script, script, *edits)
-        arguments = command(script, "--checkpoint", "new/run.pt", folder=folder)
+        arguments = command(script, "--checkpoint", "new/run.pt", "--clip-grad", "2", folder=folder)
         if script == "ddp_spawn_train":  # as in a notebook: no other process can import what stands after -c
-            code = "import ddp_spawn_train\n"
-            code += "ddp_spawn_train.load_data = None\n"  # does not reach the processes: they import the file
-            code += f"print('RETURNED', ddp_spawn_train.launch({arguments[2:]}))"
-            arguments = [sys.executable, "-c", code]
+            arguments = [sys.executable, "-c", f"{NOTEBOOK}.launch({arguments[2:]}))\n{SAME_HANDLER}"]
         runs[script] = folder / "new", run(arguments, cwd=folder)
     return runs
 
@@ -40,9 +44,11 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only_and_saves_the_model(sc
     processes = 1 if script == "dp_train" else 2
     assert result(finished)["world_size"] == processes == finished.stdout.count("epochs are done")
     assert len(re.findall(r"^epoch \d step 5/5 loss ", finished.stdout, re.M)) == 2  # epochs
-    first, second = re.findall(r"train_loss (\S+)", finished.stdout)
-    assert float(second) < float(first) - 0.1 < 3  # a mean over images: at first, about log(10)
-    state = torch.load(folder / "run.pt", weights_only=True)
+    first, second = ([float(value) for value in epoch] for epoch in re.findall(EPOCH, finished.stdout))
+    assert second[0] < first[0] - 0.1 < 3  # a mean over images: at first, about log(10)
+    assert 0 < first[1] < second[1] <= 1 and second[1:2] == second[2:]  # the accuracy, and the best one
+    state, best = (torch.load(folder / name, weights_only=True) for name in ("run.pt", "run.pt.best"))
+    assert all(torch.equal(weight, best[name]) for name, weight in state["model"].items())
     assert not any(name.startswith("module.") for name in state["model"])
     assert state["scheduler"]["total_steps"] == 10  # those of two epochs
 
@@ -65,16 +71,13 @@ def test_each_flag_has_its_default_and_only_some_may_change_when_a_run_resumes(t
     args = dp_train.parse_args([])
     defaults = dict(data_dir="data", synthetic=None, arch="resnet50", image_size=32, pretrained=None, epochs=30)
     defaults |= dict(batch_size=None, lr=None, precision="fp32", compile=False, workers=0, seed=21)
-    assert vars(args) == defaults | dict(checkpoint=None)
+    assert vars(args) == defaults | dict(clip_grad=None, checkpoint=None)
     assert dp_train.parse_args(["--pretrained", "all"]).image_size == 224
-    args.checkpoint, args.steps = f"{tmp_path}/run.pt", 5
-    dp_train.save_checkpoint(args, {}, 3, dict(val_accuracy=0.5, best=0.6))
-    os.link(tmp_path / "run.pt", tmp_path / "other.pt")
-    new_values = dict.fromkeys(vars(args), "other") | dict(checkpoint=f"{tmp_path}/other.pt", new_flag=1)
-    may_change = set()
-    for name, value in new_values.items():
+    path, flags, may_change = tmp_path / "run.pt", vars(args) | dict(steps=5), set()
+    dp_train.save_checkpoint(path, flags, {}, 3, dict(val_accuracy=0.5, best=0.6), False)
+    for name in [*flags, "new_flag"]:
         with contextlib.suppress(SystemExit):
-            dp_train.load_checkpoint(argparse.Namespace(**vars(args) | {name: value}), {})
+            assert dp_train.load_checkpoint(path, flags | {name: "other"}, {})[0] == 3
             may_change.add(name)
     assert may_change == {"data_dir", "precision", "compile", "workers", "checkpoint", "new_flag"}
 
@@ -96,11 +99,11 @@ def test_the_optimizer_and_its_schedule(script):
     assert max(rates) == pytest.approx(0.1) and rates[0] < 0.01 and rates[-1] < 1e-3 and group["momentum"] == 0.9
 
 
-# An ordinary copy: own data with random transforms, an own model, own metrics, and a flag that is a Path.
+# An ordinary copy: own data with random transforms, batches that are dicts, own metrics, a flag that is a Path.
 ITEMS = """
-class Items(torch.utils.data.TensorDataset):
-    def __init__(self, data):
-        super().__init__(*data.tensors)
+class Items(list):
+    def __init__(self, items):
+        super().__init__(items)
         self.scale = lambda image: (image.permute(2, 0, 1)[:, :4, :4] / 255 - 0.5) / 0.25  # cannot be pickled
 
     def __getitem__(self, index):
@@ -115,14 +118,21 @@ def load_data(args):
     return [Items(data) for data in common.load_cifar10("", args.synthetic)]
 
 
+def collate(items):
+    return dict(zip(["images", "labels"], torch.utils.data.default_collate(items)))
+
+
+def metrics_from(sums):
+    return dict(loss=common.np.float64(sums["loss"]), seen=common.np.int64(sums["images"]), one=torch.ones(1))
+
+
 if __name__"""
-NUMPY = "dict(accuracy=common.np.float64(correct / count), loss=common.np.float32(loss / count))"
 OWN = [
     ("import json\n", "import json\nimport pathlib\nimport random\n"),
     ("\nif __name__", ITEMS),
     SMALL_MODEL,
-    ("dict(val_loss=loss / count, val_accuracy=correct / count)", NUMPY),
-    ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "loss"'),  # It falls, so epoch 1 is the "best".
+    ("for tensor in batch)", "for tensor in batch.values())"),
+    ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "val_one"'),  # It does not change, so epoch 1 is the best.
     ('    add("--seed"', '    add("--masks", type=pathlib.Path, default=pathlib.Path("masks"))\n    add("--seed"'),
 ]
 
@@ -142,9 +152,10 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
     assert saved_by(tmp_path / "killed") == saved_by(tmp_path / "uninterrupted")
     best = torch.load(tmp_path / "killed" / "run.pt.best", weights_only=True)
     assert torch.equal(best["4.weight"], of_epoch_1["4.weight"])
+    assert uninterrupted.stdout.count("train_seen 60") == uninterrupted.stdout.count("val_seen 61") == 2  # epochs
     columns = list(zip(*re.findall("ITEM (.*) (.*) (.*)", uninterrupted.stdout)))
     assert all(len(set(column)) == len(column) > 200 for column in columns)  # No random number is used twice.
-    sentence = "run.pt has {}: use its flags and data, or a new file"
+    sentence = "run.pt has {}: use the same flags and data, or another file"
     assert sentence.format("masks=masks") in start("killed", "--masks", "other").stdout
     assert sentence.format("steps=5") in start("killed", edits=[("args.synthetic)]", "73)]")]).stdout
 
@@ -154,32 +165,39 @@ def test_on_three_machines_without_a_shared_disk_rank_0_alone_reads_and_saves_th
     line = "    # [DDP 2/9]"
     own_folder = "    os.makedirs(f'machine {rank}', exist_ok=True)\n    os.chdir(f'machine {rank}')\n"
     for nproc, edits in (2, [KILLED_IN_EPOCH_2]), (3, []):  # The resumed run has one more machine.
-        copy_script(tmp_path, script, SMALL_MODEL, (line, own_folder + line), *edits)
+        count = ("dict(loss=sums", "dict(seen=sums['images'], loss=sums")
+        copy_script(tmp_path, script, SMALL_MODEL, (line, own_folder + line), count, *edits)
         finished = train(tmp_path, nproc, script=script, LOCAL_RANK="0")
     assert finished.stdout.count(": 1 epochs are done") == result(finished)["world_size"] == 3
+    assert result(finished)["val_seen"] == 61  # each image once
     assert {path.parent.name for path in tmp_path.glob("machine */*")} == {"machine 0"}
 
 
 CLOCK = ("import time\n", "import time; time.perf_counter = iter(range(9)).__next__\n")  # one second an epoch
 
 
-def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(tmp_path):
+@pytest.mark.parametrize("images", [59, 2])  # to validate: not the same number for each, for one none at all
+def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(images, tmp_path):
     validation = ("    model.eval()\n", "    model.eval(), time.perf_counter()\n")  # takes a second, too
-    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, CLOCK, validation)
+    load = "    return common.load_cifar10(args.data_dir, args.synthetic)"
+    few = (load, f"    train_set, val_set = common.load_cifar10('', 59)\n    return train_set, val_set[:{images}]")
+    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, few, CLOCK, validation)
     states = []
     for nproc in 1, 2, 3:
-        # 59 images are no equal shares for 2 and 3 processes: each must be validated once, none twice.
-        train(tmp_path, nproc, "--synthetic", "59", "--checkpoint", f"{nproc}.pt")
+        finished = train(tmp_path, nproc, "--checkpoint", f"{nproc}.pt")
+        assert "images_per_second 48\n" in finished.stdout  # of all processes: four steps of twelve images
         states.append(torch.load(tmp_path / f"{nproc}.pt", weights_only=True))
         torch.testing.assert_close(states[-1]["model"], states[0]["model"], rtol=1e-12, atol=1e-12)
-        assert states[-1]["metrics"] == pytest.approx(states[0]["metrics"], rel=1e-6)
-    assert states[0]["metrics"]["images_per_second"] == 48  # of all processes: four steps of twelve images
+        assert states[-1]["metrics"] == pytest.approx(states[0]["metrics"], rel=1e-9)
 
 
 def test_ranks_have_their_own_images_in_each_epoch_and_validate_the_same_model(tmp_path):
-    line = "        val_sums = validate("
+    line = '        epoch_metrics |= {f"val_'
     say = "        print('EPOCH', epoch, model[1].running_mean.tolist(), 'IMAGES', *sampler, force=True)\n"
+    say += "        print('FROZEN', gc.get_freeze_count())\n"
     finished = train(copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, (line, say + line)), 2)
+    frozen_in_epoch_1, frozen_in_epoch_2 = (int(count) for count in re.findall("FROZEN (.*)", finished.stdout))
+    assert frozen_in_epoch_2 > frozen_in_epoch_1 + 1000  # objects that Python's garbage collector leaves alone
     models, images = zip(*re.findall("EPOCH (.*) IMAGES (.*)", finished.stdout))
     assert len(models) == len(set(images)) == 4  # one for each rank and epoch
     assert len(set(models)) == 2  # one for each epoch; before validation, BatchNorm gets rank 0's statistics
@@ -207,16 +225,21 @@ LIKE_LAUNCH = {  # the number of processes, flags, edits
 def test_each_script_trains_like_ddp_launch_train_bit_for_bit(name, tmp_path):
     (nproc, flags, edits), script = LIKE_LAUNCH[name], name.split()[0]
     shutil.copytree(ROOT / "tests" / "stand_in", tmp_path / "other")
-    flags = [*flags, "--synthetic", "59"]  # no equal shares for two processes
-    launch = train(copy_script(tmp_path / "launch", "ddp_launch_train", *BITS), nproc, "--synthetic", "59")
-    other = train(copy_script(tmp_path / "other", script, *BITS, *edits), nproc, *flags, script=script)
+    common_flags = ["--synthetic", "59", "--clip-grad", "0.125"]  # no equal shares for two processes
+    norm = "nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()"
+    say = ("            scheduler.step()\n", f"            print('NORM', {norm})\n            scheduler.step()\n")
+    launch = train(copy_script(tmp_path / "launch", "ddp_launch_train", *BITS, say), nproc, *common_flags)
+    norms = [float(norm) for norm in re.findall("NORM (.*)", launch.stdout)]
+    assert norms == [pytest.approx(0.125, rel=1e-5)] * 8
+    copy_script(tmp_path / "other", script, *BITS, *edits)
+    other = train(tmp_path / "other", nproc, *flags, *common_flags, script=script)
     saved = saved_by(tmp_path / "other")
     saved[0].pop("amp", None)
     assert saved == saved_by(tmp_path / "launch") and result(other) == result(launch)
 
 
 def test_the_scripts_share_all_lines_that_are_not_their_technique():
-    limits = [("dp", "ddp_launch", 150), ("ddp_launch", "ddp_spawn", 45), ("ddp_launch", "apex_amp", 99)]
+    limits = [("dp", "ddp_launch", 150), ("ddp_launch", "ddp_spawn", 49), ("ddp_launch", "apex_amp", 99)]
     for one, other, limit in limits:  # So who changes a line changes it in all scripts.
         diff = run(["diff", f"{one}_train.py", f"{other}_train.py"], cwd=ROOT).stdout
         assert 0 < len(re.findall("(?m)^[<>]", diff)) <= limit
