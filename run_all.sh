@@ -5,8 +5,9 @@
 #   CUDA_VISIBLE_DEVICES=0,1 bash run_all.sh --epochs 30   two GPUs, 30 epochs
 #   bash run_all.sh test [flags of pytest]                 run the tests
 #
-# Without PyTorch in python3 (or in the Python named in PYTHON), it is installed into .venv. Logs and table are
-# kept under logs/. The exit code is 1 if a script failed.
+# Without a GPU, each script trains on a few small images, to show that it runs. If python3 (or the Python named in
+# PYTHON) lacks PyTorch, it is installed into .venv. Logs and table are kept under logs/; the table is made from the
+# lines of the epochs and from the line RESULT that each script prints last. The exit code is 1 if a script failed.
 [ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # also for: sh run_all.sh
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 1
@@ -22,8 +23,8 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
   for python in "$default" .venv/bin/python; do
     "$python" -c "$check" "$@" 2>/dev/null && command -v "$python" && return
   done
-  say "$default lacks one of: $*. Creating .venv from $requirements (some GB, some minutes, once)."
-  "$default" -m venv .venv >&2 && .venv/bin/python -m pip install --quiet -r "$requirements" >&2 &&
+  say "$default lacks one of: $*. Installing them into .venv (some GB, some minutes, once):"
+  "$default" -m venv .venv >&2 && .venv/bin/python -m pip install -r "$requirements" >&2 &&
     echo .venv/bin/python && return
   say "Creating .venv failed. Name a Python that has these packages: PYTHON=/path/to/python bash run_all.sh"
   return 1
@@ -43,31 +44,35 @@ run() {
 
 # Print the table of the rows NAME=CODE from the logs. A speed is the median of the epochs, without the first one if
 # there are several. Speed-ups are relative to the first row, those of compiled runs to one_process_compile. Apex and
-# torch.amp have none: their precision is another one.
+# torch.amp have none: their precision is another one. Without GPUs, the table has no speeds.
 table() {
-  "$python" - "$logs" "$@" <<'PY'
+  "$python" - "$logs" "$gpus" "$@" <<'PY'
 import json, pathlib, re, statistics, sys
 
-logs, rows = pathlib.Path(sys.argv[1]), [row.split("=") for row in sys.argv[2:]]
+logs, gpus, rows = pathlib.Path(sys.argv[1]), int(sys.argv[2]), [row.split("=") for row in sys.argv[3:]]
 head = "script,GPUs,processes,s / 20 steps,median images/s,speed-up,peak MiB,accuracy".split(",")
-lines, speeds = [head, ["---"] + ["---:"] * 7], {}
+head = head if gpus else ["script", "result", "processes", "accuracy"]
+lines, speeds = [head, ["---"] + ["---:"] * (len(head) - 1)], {}
 for name, code in rows:
     log = (logs / f"{name}.log").read_text()
     results = re.findall("(?m)^RESULT (.*)", log)
     if code != "0" or not results:
-        lines.append([name, f"failed, exit code {code}: see {logs / name}.log"] + [""] * 6)
+        lines.append([name, f"failed, exit code {code}: see {logs / name}.log"] + [""] * (len(head) - 2))
         continue
     result = json.loads(results[0])
     of_epochs = [float(speed) for speed in re.findall(r"(?m)^epoch .* images_per_second (\S+)", log)]
     speed = speeds[name] = statistics.median(of_epochs[1:] or of_epochs)
+    accuracy = f"{100 * result['val_accuracy']:.2f}%"
+    if not gpus:
+        lines.append([name, "ran", str(result["world_size"]), accuracy])
+        continue
     baseline = speeds.get("one_process_compile" if name.endswith("_compile") else rows[0][0])
     baseline = None if name.startswith(("apex", "torch")) else baseline  # which has another precision
     lines.append([
         name, str(result["gpus"]), str(result["world_size"]), f"{20 * result['batch_size'] / speed:.3f}",
-        f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "", str(result["peak_mib"]),
-        f"{100 * result['val_accuracy']:.2f}%",
+        f"{speed:,.0f}", f"{speed / baseline:.2f}" if baseline else "", str(result["peak_mib"]), accuracy,
     ])
-widths = [max(len(line[i]) for line in lines if i == 0 or line[2]) for i in range(8)]
+widths = [max(len(line[i]) for line in lines if i == 0 or line[2]) for i in range(len(head))]
 for line in lines:
     print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
 sys.exit(len(speeds) < len(rows))
@@ -101,8 +106,8 @@ machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
 flags = "--epochs 5"  # and by default 512 images per GPU
 note = "Synthetic images" if args.synthetic else "CIFAR-10"
 if not gpus:
-    flags = "--synthetic 144 --arch resnet18 --image-size 4 --batch-size 16 --epochs 3 --lr 0.1"
-    note = "No GPU: small synthetic images on the CPU. This shows that everything runs, not how fast."
+    flags = "--synthetic 96 --arch resnet18 --image-size 4 --batch-size 16 --epochs 4 --lr 0.02"
+    note = "No GPU, so a few synthetic images on the CPU. The table says what runs. Speeds on a CPU mean nothing."
 elif not args.synthetic:
     try:
         common.load_cifar10(args.data_dir)
@@ -121,11 +126,11 @@ PY
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   flags+=("$@")
   say "$note"
-  total=$((gpus ? 7 + 4 * apex : 5))
+  total=$((gpus ? 7 + 4 * apex : 4))
   launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
 
   CUDA_VISIBLE_DEVICES=${first%%,*} run one_process "$python" dp_train.py "${flags[@]}"
-  run dp "$python" dp_train.py "${flags[@]}"
+  ((gpus)) && run dp "$python" dp_train.py "${flags[@]}" # without GPUs, this is one_process again
   run ddp_launch "${launch[@]}" ddp_launch_train.py "${flags[@]}"
   run ddp_spawn "$python" ddp_spawn_train.py "${flags[@]}"
   if ((gpus)); then
@@ -138,12 +143,13 @@ PY
   run torch_O1 "${launch[@]}" apex_amp_train.py "${flags[@]}"
 
   {
-    printf '%s\n' "\`bash run_all.sh $*\`, $(date +%Y-%m-%d), $machine" '' "$note" '' \
-      "Speeds are medians of the epochs from the second on." ''
+    printf '%s\n' "\`bash run_all.sh${*:+ $*}\`, $(date +%Y-%m-%d), $machine" '' "$note" ''
+    ((gpus)) && printf '%s\n' "Speeds are medians of the epochs from the second on." ''
     table "${rows[@]}"
   } | tee "$logs/table.md"
   local code=$?
   say '' "The logs and table.md are in $logs"
+  [[ $python == .venv/* ]] && say "PyTorch is in .venv. To use torchrun and python yourself: source .venv/bin/activate"
   exit "$code"
 }
 
