@@ -40,8 +40,8 @@ def main(args):
     if cuda:
         torch.cuda.set_device(device)
 
-    # [DDP 3/9] Connect the processes, with NCCL on GPUs and gloo on CPUs. If one stops responding, the others do
-    # not wait for ever: after ten minutes, NCCL aborts them, which no `try` can catch (gloo: an error after thirty).
+    # [DDP 3/9] Connect the processes, with NCCL on GPUs and gloo on CPUs. If one stops responding, the others wait
+    # for ten minutes. Then NCCL aborts them, and no `try` can catch that. (gloo raises an error after thirty.)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
     common.seed_everything(args.seed)  # the same initial weights in every run
