@@ -217,7 +217,7 @@ def validate(args, model, loader, device):
 def all_reduced(sums):
     """Return the sums over all processes, in float64. A process without a batch has no sums, and adds nothing."""
     of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, {name: torch.as_tensor(value).double().cpu() for name, value in sums.items()})
+    dist.all_gather_object(of_all, {name: torch.as_tensor(v).to("cpu", torch.float64) for name, v in sums.items()})
     return {name: sum(sums.get(name, 0) for sums in of_all) for name in set().union(*of_all)}
 
 

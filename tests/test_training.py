@@ -181,7 +181,8 @@ def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(i
     validation = ("    model.eval()\n", "    model.eval(), time.perf_counter()\n")  # takes a second, too
     load = "    return common.load_cifar10(args.data_dir, args.synthetic)"
     few = (load, f"    train_set, val_set = common.load_cifar10('', 59)\n    return train_set, val_set[:{images}]")
-    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, few, CLOCK, validation)
+    falling = ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "train_loss"')  # so the best epoch is the first one
+    copy_script(tmp_path, "ddp_launch_train", *FLOAT64, few, falling, CLOCK, validation)
     states = []
     for nproc in 1, 2, 3:
         finished = train(tmp_path, nproc, "--checkpoint", f"{nproc}.pt")
@@ -189,6 +190,7 @@ def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(i
         states.append(torch.load(tmp_path / f"{nproc}.pt", weights_only=True))
         torch.testing.assert_close(states[-1]["model"], states[0]["model"], rtol=1e-12, atol=1e-12)
         assert states[-1]["metrics"] == pytest.approx(states[0]["metrics"], rel=1e-9)
+    assert states[0]["metrics"]["best"] > states[0]["metrics"]["train_loss"] + 0.1
 
 
 def test_ranks_have_their_own_images_in_each_epoch_and_validate_the_same_model(tmp_path):
