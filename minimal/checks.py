@@ -75,11 +75,13 @@ def same_as_before(name, numbers, rtol=1e-9):
     before = json.loads(recorded[name][calls[name] - 1])
     sizes = [[(path, len(part)) for path, part in run.items()] for run in (found, before)]
     require(sizes[0] == sizes[1], f"{call}: the recorded run had other names or shapes")
+    finite = all(math.isfinite(number) for part in found.values() for number in part)
+    require(finite, f"{call} is NaN or infinite, so nothing can be compared")
     off = {path: math.dist(found[path], before[path]) for path in found}
     total, norm = math.hypot(*off.values()), math.hypot(*sum(before.values(), []))
     worst = max(off, key=off.get)
-    values = f"{worst} was {before[worst][:3]}, and is {found[worst][:3]}"
-    require(total <= rtol * norm, f"{call}: it differs by {total / (norm or 1):.0e}. {values}")
+    values = f"{worst} was {before[worst][:3]} and is {found[worst][:3]}"
+    require(total <= rtol * norm, f"{call} differs by {total / (norm or 1):.0e}: {values}")
     if calls[name] == len(recorded[name]):
         say(f"{name}: all {calls[name]} recorded calls were the same")
 
@@ -100,10 +102,10 @@ def same_gradient(model, name="gradient", rtol=1e-9):
             gradient = torch.zeros(1) if weight.grad is None else elements(weight.grad)
             generator = torch.Generator().manual_seed(1)
             factors = torch.rand(3, len(gradient), dtype=torch.float64, generator=generator)
-            sums[path] = ((factors - 0.5) @ gradient).tolist()
+            sums[path] = (factors - 0.5) @ gradient
             exact = exact and weight.dtype == torch.float64
-    zeros = [path for path in sums if not any(sums[path])]
-    require(exact or rtol > 1e-7, "the model is not float64: call model.double()")
+    zeros = [path for path in sums if not sums[path].any()]
+    require(exact or rtol > 1e-7, f"{name}: the model is not float64: call model.double()")
     require(len(zeros) < len(sums), f"{name} is 0, so nothing is compared")
     if zeros and name not in calls:
         say(f"{name} is 0 in the first call, so nothing is compared, of {zeros}")
@@ -139,10 +141,10 @@ def each_image_once(loader, epoch, allow=(), item=None):
     repeats, left_out = len(indices) - len(different), images - len(different)
     drops = ranks * (max(map(len, drawn)) if getattr(sampler, "drop_last", False) else 1)
     mistakes = {}
+    if repeats >= ranks or (repeats and left_out >= drops):  # fewer fill up the last batch
+        mistakes["repeats"] = f"{repeats} images come twice: the ranks do not share one order"
     if left_out >= drops:
         mistakes["left out"] = f"{left_out} of {images} images are missing"
-    if repeats >= ranks or (repeats and left_out >= drops):  # fewer fill up the last batch
-        mistakes["repeats"] = f"{repeats} images come twice"
     if orders.setdefault(tuple(indices), epoch) != epoch:
         mistakes["order"] = "an earlier epoch had this order: call sampler.set_epoch(epoch)"
     for name in states:

@@ -6,7 +6,8 @@ import shutil
 import sys
 
 import pytest
-from conftest import in_processes, run, train_minimal
+import torch
+from conftest import in_processes, run
 from editing import ROOT, edited
 from pages import line
 
@@ -70,7 +71,7 @@ for epoch in range(2):
     checks.same_as_before("metrics", dict(accuracy=accuracy, epoch=[epoch]))
 """
 TEXTS = """
-data = [dict(tokens=torch.randint(1, 9, (2 + i // 4,))) for i in range(60)]
+data = [dict(tokens=torch.randint(1, 9, (2 + i // 3,))) for i in range(60)]
 loader = DataLoader(data, batch_sampler=Buckets(), collate_fn=padded)
 model = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Dropout(0.0), nn.Linear(8, 9))
 nn.init.zeros_(model[2].weight)
@@ -166,3 +167,171 @@ def test_right_ports_pass(nproc, recorded):
     ends, output = ends_of(recorded, nproc, {port: (port, START + code) for port, code in PORTS.items()})
     assert ends == dict.fromkeys(PORTS, "well")
     assert output.count("all 10 recorded calls were the same") == (5 if nproc == 1 else 4)
+
+
+# Mistakes of two processes: what the run ends with, the port, and edits of it.
+DATA, SAMPLER = line("^data = Items", text=IMAGES), "sampler=sampler, drop_last=True"
+GRADIENT, STEP = "        checks.same_gradient(model)\n", "        optimizer.step()\n"
+SHUFFLE = """class Shuffle(Buckets):
+    def __iter__(self):
+        return iter([list(range(12 * i, 12 * i + 12))[rank::world_size] for i in random.sample(range(5), 5)])
+"""
+SEEDS = "seed_each_rank()\n"
+BANK = (
+    "        features = model[:3](batch['image']).mean(0)\n        (loss + (features * bank).sum()).backward()\n"
+)
+MISTAKES = {
+    "model(images)": ("the weights of the ranks differ", IMAGES, ("= ddp_model(", "= model(")),
+    "a rate of each rank": (
+        "the weights of the ranks differ",
+        IMAGES,
+        (STEP, f"        optimizer.param_groups[0]['lr'] /= 1 + rank\n{STEP}"),
+    ),
+    "NaN": (
+        "weight 0 of the optimizer is NaN",
+        IMAGES,
+        ("    checks.same_w", "    model[0].weight.data[0] = torch.nan\n    checks.same_w"),
+    ),
+    "class weights": (
+        "gradient, call 1 .* differs by .e.0",
+        IMAGES,
+        ('"label"])', '"label"], torch.tensor([1.0, 5.0]))'),
+    ),
+    "a wrong factor": (
+        "gradient, call 1 .* differs by 5e-01",
+        IMAGES,
+        ("loss.backward()", "(loss / world_size).backward()"),
+    ),
+    "BatchNorm": ("gradient, call 1 .* differs", IMAGES, ("model.eval()", "model.train()")),
+    "another seed": ("gradient, call 1 .* differs", IMAGES, ("\nmodel = ", "\ntorch.manual_seed(5)\nmodel = ")),
+    "a memory bank": (
+        "gradient, call 2 .* differs",
+        IMAGES,
+        (SEEDS, f"bank = torch.zeros(8)\n{SEEDS}"),
+        ("        loss.backward()\n", BANK + "        bank = features.detach()\n"),
+    ),
+    "float32": (
+        "gradient: .*not float64",
+        IMAGES,
+        ("0.01)\nddp", "0.01)\nmodel.float()\nddp"),
+        ('ddp_model(batch["image"])', 'ddp_model(batch["image"].float()).double()'),
+    ),
+    "another model": (
+        "gradient, call 1 .*had other names or shapes",
+        IMAGES,
+        ("nn.ReLU(), nn.Linear(8, 2)", "nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)"),
+    ),
+    "more steps": ("gradient, call 11 .*the recorded run had fewer calls", IMAGES, ("range(2)", "range(3)")),
+    "no recording": (
+        "there is no other gradient.check.txt",
+        IMAGES,
+        ("same_gradient(model", "same_gradient(model, 'other gradient'"),
+    ),
+    "before backward": ("gradient is 0", IMAGES, (GRADIENT, ""), ("        loss.b", f"{GRADIENT}        loss.b")),
+    "a mean of means": (
+        "gradient, call 1 .* differs",
+        TEXTS,
+        ("    dist.all_reduce(count)\n", "    count = count * world_size\n"),
+    ),
+    "the generator's own": ("gradient 0, call 1 .* differs by .e-01", GAN, ("DDP(model) for", "model for")),
+    "a mean accuracy": (
+        "metrics, call 1 .*accuracy",
+        IMAGES,
+        ("accuracy = correct / 61", "accuracy = right[rank::world_size].double().mean()"),
+    ),
+    "a NaN metric": (
+        "metrics, call 1 .* is NaN or infinite",
+        IMAGES,
+        ("correct / 61", "correct / 61 * torch.nan"),
+    ),
+    "another shape": ("metrics, call 1 .* other names or shapes", IMAGES, ("epoch=[epoch]", "epoch=[epoch, 1]")),
+    "smoothing of a rank": (
+        r"\['smoothing'\] is 0.11, but 0.1 on rank 0",
+        IMAGES,
+        ("(dict(smoothing=0.1", "(dict(smoothing=0.1 + rank / 100"),
+    ),
+    "a resume with other rates": (
+        r"\['rates'\]\[1\] is 0.1, but 0.2 in the checkpoint",
+        IMAGES,
+        ("0.1]))", "0.2]))"),
+    ),
+    "no sampler": ("images come twice", IMAGES, (SAMPLER, "shuffle=True")),
+    "a WeightedRandomSampler": (
+        "images come twice",
+        IMAGES,
+        (SAMPLER, "sampler=WeightedRandomSampler([1.0] * 61, 61)"),
+    ),
+    "a seed of each rank": ("images come twice", IMAGES, ("seed=21, drop", "seed=21 + rank, drop")),
+    "images left out": (
+        "25 of 61 images are missing",
+        IMAGES,
+        ("DistributedSampler(data", "DistributedSampler(range(40)"),
+    ),
+    "no set_epoch": ("an earlier epoch had this order", IMAGES, ("sampler.set_epoch(epoch)", "pass")),
+    "other images": (
+        "item .* on rank 0",
+        IMAGES,
+        (DATA, "data = Items(dict(image=images[i - 7 * rank], label=labels[i]) for i in range(61))\n"),
+    ),
+    "other numbers of classes": (
+        r"\['label'\] is [01], but [01] on rank 0",
+        IMAGES,
+        ("label=label)", "label=(label + rank) % 2)"),
+    ),
+    "no step": ("the loader has no batch", IMAGES, ("12 // world_size", "62 // world_size")),
+    "other sizes": (r"\['images'\] is 60, but 61 on rank 0", IMAGES, ("zip(images", "zip(images[rank:]")),
+    "one order of batches": (
+        "an earlier epoch had this order",
+        TEXTS,
+        ("manual_seed(21 + epoch)", "manual_seed(21)"),
+    ),
+    "a shuffle by random": (
+        "random numbers from random",
+        TEXTS,
+        ("data = ", f"{SHUFFLE}data = "),
+        ("Buckets(), ", "Shuffle(), "),
+        (SEEDS, f"{SEEDS}random.seed(21)\n"),
+    ),
+    "equal draws": ("random numbers from PyTorch", GAN, (SEEDS, f"{SEEDS}torch.manual_seed(21)\n")),
+    "equal draws of NumPy": ("random numbers from NumPy", GAN, (SEEDS, f"{SEEDS}np.random.seed(21)\n")),
+}
+
+
+def test_mistakes_end_the_run_on_all_ranks(recorded):
+    cases = {}
+    for name, (sentence, port, *edits) in MISTAKES.items():
+        [folder] = [kind for kind, code in PORTS.items() if code == port]
+        port = port if "gradient" in sentence else port.replace(GRADIENT, "")  # which would see it first
+        cases[name] = folder, edited(START + port, *edits)
+    ends, _ = ends_of(recorded, 2, cases)
+    wrong = {name: end for name, end in ends.items() if not re.match(f"rank [01]: .*{MISTAKES[name][0]}", end)}
+    assert not wrong, json.dumps(wrong, indent=0)
+
+
+def test_python_O_and_a_script_that_does_not_connect(recorded, tmp_path):
+    shutil.copy(ROOT / "minimal" / "checks.py", tmp_path)
+    numbers = "import checks, sys; [checks.same_as_before('loss', float(number)) for number in sys.argv[1:]]"
+    command = [sys.executable, "-O", "-c", numbers]
+    first, same, fewer, other = (run([*command, *losses], cwd=tmp_path) for losses in ("12", "12", "1", "13"))
+    assert "recording loss.check.txt" in first.stdout and "all 2 recorded calls were the same" in same.stdout
+    assert "2 calls" in fewer.stdout and "same" not in fewer.stdout
+    assert "loss, call 2" in other.stderr and other.returncode == 1
+    unconnected = run([*command, "1"], cwd=tmp_path, WORLD_SIZE="2")
+    assert "the processes are not connected" in unconnected.stderr
+
+
+def test_two_files_are_compared(tmp_path):
+    states = dict(
+        a=dict(epoch=1, w=torch.tensor([1.0, torch.nan]), speed=1.0),
+        b=dict(epoch=1, w=torch.tensor([1.0, torch.nan]), speed=2.0),
+        c=dict(epoch=1, w=torch.ones(2), speed=1.0),
+    )
+    for name, state in states.items():
+        torch.save(dict(state, speed=name), tmp_path / name)
+    compare = [sys.executable, ROOT / "minimal" / "checks.py"]
+    ends = [run([*compare, *files], cwd=tmp_path) for files in (["a", "b", "speed"], ["a", "b"], ["a", "c"])]
+    assert [end.returncode for end in ends] == [0, 1, 1] and "2 values are the same" in ends[0].stdout
+    assert (
+        "['speed'] is 'a', but 'b' in b" in ends[1].stderr
+        and "['w'] is [1.0, nan], but [1.0, 1.0] in c" in ends[2].stderr
+    )
