@@ -66,17 +66,17 @@ def same_as_before(name, numbers, rtol=1e-9):
         require(alone or file.exists(), f"there is no {file}: record it by a run with one process")
         say(f"{file} has {len(recorded[name])} calls" if recorded[name] else f"recording {file}")
     calls[name] += 1
+    call = f"{name}, call {calls[name]} (if the script has changed, delete {file})"
+    finite = all(math.isfinite(number) for part in found.values() for number in part)
+    require(finite, f"{call} is NaN or infinite, so nothing can be compared")
     if not recorded[name]:
         with file.open("a") as opened:
             print(json.dumps(found), file=opened)
         return
-    call = f"{name}, call {calls[name]} (if the script has changed, delete {file})"
     require(calls[name] <= len(recorded[name]), f"{call}: the recorded run had fewer calls")
     before = json.loads(recorded[name][calls[name] - 1])
     sizes = [[(path, len(part)) for path, part in run.items()] for run in (found, before)]
     require(sizes[0] == sizes[1], f"{call}: the recorded run had other names or shapes")
-    finite = all(math.isfinite(number) for part in found.values() for number in part)
-    require(finite, f"{call} is NaN or infinite, so nothing can be compared")
     off = {path: math.dist(found[path], before[path]) for path in found}
     total, norm = math.hypot(*off.values()), math.hypot(*sum(before.values(), []))
     worst = max(off, key=off.get)

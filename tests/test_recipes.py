@@ -187,7 +187,7 @@ def by_steps(last, workers="num_workers=0"):
         ("num_workers=8", workers),
         at(line(r"\.\.\.  # the loss", 1, steps), loss_and_step),
         (" % 1000", " % 3"),
-        at(line(r"\.\.\.  # steps 7", 1, steps), save),
+        at(line(r"\.\.\.  # steps 6", 1, steps), save),
     )
     set_epoch = ("sampler.set_epoch(epoch)", "pass")
     return [functions(draws), before(line("# 4. Wrap"), LOAD), set_epoch, ONE_EPOCH, at(LOOP + LOSS + STEP, loop)]
