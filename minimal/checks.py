@@ -1,8 +1,8 @@
 """Checks of a script that was ported to DDP. Copy this file beside yours, and `import checks`.
 
-Each check finds mistakes that raise no error, and raises an AssertionError on all ranks. Call it
-on all, never inside `if rank == 0`. Passing proves only that its mistake is not there. Rank 0
-prints what was compared: if nothing is printed, nothing was. (Only same_weights never prints.)
+Each check finds mistakes that raise no error, and raises an AssertionError on all ranks. Call
+it on all, never inside `if rank == 0`. Passing proves only that its mistake is not there. Rank
+0 prints what was compared: if nothing is printed, nothing was. (same_weights never prints.)
 
 Two checks compare runs. A run with one process records NAME.check.txt, and later runs compare,
 call by call. (Larger runs never record: a wrong port would be its own reference.) They need the
@@ -30,9 +30,9 @@ recorded, calls, orders = {}, {}, {}  # what a call leaves to the next ones
 def same_weights(optimizer):
     """All ranks have rank 0's weights. Call this after each epoch, and leave it there.
 
-    If not, some gradients were not averaged, or ranks took other steps: see TROUBLESHOOTING.md.
-    They should be equal bit by bit; 1e-5 is for unlike GPUs, which may round differently. Not
-    seen: buffers, averages (EMA), other optimizers, gradients that are wrong on all ranks alike.
+    If not, some gradients were not averaged, or ranks took other steps (TROUBLESHOOTING.md).
+    They should be equal bit by bit; 1e-5 is for unlike GPUs, which may round differently.
+    Not seen: buffers, averages (EMA), other optimizers, gradients that are wrong on all ranks.
     """
     weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
     same_on_all_ranks([tuple(weight.shape) for weight in weights])
@@ -62,8 +62,10 @@ def same_as_before(name, numbers, rtol=1e-9):
             found[f"{keystr(path)}[{index}]"] = number
     if name not in recorded:
         recorded[name] = file.read_text().splitlines() if file.exists() else []
-        require(recorded[name] or len(of_all_ranks(0)) == 1, f"record {file} with one process")
-        say(f"{file} has {len(recorded[name])} calls" if recorded[name] else f"recording {file}")
+        one = len(of_all_ranks(0)) == 1
+        require(one or recorded[name], f"there is no {file}: record it with one process")
+        found_calls = len(recorded[name])
+        say(f"{file} has {found_calls} calls" if found_calls else f"recording {file}")
     calls[name] = calls.get(name, 0) + 1
     call = f"{name}, call {calls[name]} (after a change of the script, delete {file})"
     require(all(map(math.isfinite, found.values())), f"{call} is NaN or infinite")
@@ -73,7 +75,7 @@ def same_as_before(name, numbers, rtol=1e-9):
         return
     require(calls[name] <= len(recorded[name]), f"{call}: the recorded run had fewer calls")
     before = json.loads(recorded[name][calls[name] - 1])
-    require(before.keys() == found.keys(), f"{call}: the recorded run had other names or shapes")
+    require(before.keys() == found.keys(), f"{call}: recorded were other names or shapes")
     off = {path: abs(found[path] - before[path]) for path in found}
     size, norm = math.hypot(*off.values()), math.hypot(*before.values())
     worst = max(off, key=off.get)
@@ -111,13 +113,13 @@ def same_gradient(model, name="gradient", rtol=1e-9):
 def each_image_once(loader, epoch, allow=(), item=None):
     """All ranks together use each image once per epoch, in a new order, with unlike seeds.
 
-    In place of `in train_loader`, write `in each_image_once(train_loader, epoch)`, and train two
-    epochs, without `break`. It notes the indices that the loop draws. Each rank needs the whole
-    dataset, no persistent_workers. What you do on purpose is allowed by allow=["repeats"] (as in
-    weighted sampling), "left out", "order" (one for all epochs), "seeds" (equal on all ranks).
-    A worker of each rank loads the same ten items, with equal seeds for random transforms.
-    item(index) replaces dataset[index], if that has a generator of its own. Not seen: such
-    generators, that of the loader, worker_init_fn, other items.
+    In place of `in train_loader`, write `in each_image_once(train_loader, epoch)` (the call alone
+    does nothing), and train two epochs without `break`. It notes the indices that are drawn. Each
+    rank needs the whole dataset, no persistent_workers. Allow what is on purpose by
+    allow=["repeats"] (for weighted sampling), "left out", "order" (one for all epochs), "seeds"
+    (equal on all ranks). A worker of each rank loads the same ten items, with equal seeds for
+    random transforms. item(index) replaces dataset[index] if that has a generator of its own.
+    Not seen: such generators, worker_init_fn, other items, ranks that each draw a whole epoch.
     """
     images = len(loader.dataset)
     same_on_all_ranks(dict(images=images, batches=len(loader)))
@@ -126,6 +128,8 @@ def each_image_once(loader, epoch, allow=(), item=None):
     seeds = {"PyTorch": torch.initial_seed(), "random": str(random.getstate())}
     if "numpy" in sys.modules:
         seeds["NumPy"] = str(sys.modules["numpy"].random.get_state())
+    if loader.generator is not None and loader.num_workers:
+        seeds["the loader's generator"] = loader.generator.initial_seed()
     kind = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler, drawn = vars(loader)[kind], []
     vars(loader)[kind] = noted(sampler, drawn)  # vars(), since the loader protects it
@@ -133,18 +137,20 @@ def each_image_once(loader, epoch, allow=(), item=None):
     vars(loader)[kind] = sampler
     yield from batches
 
-    of_all = of_all_ranks((sum(drawn, []), seeds))
-    indices, ranks = sum((of_rank for of_rank, _ in of_all), []), len(of_all)
+    of_all = of_all_ranks((tuple(sum(drawn, [])), seeds))
+    shares, ranks = [share for share, _ in of_all], len(of_all)
+    indices = sum(shares, ())
     different = list(dict.fromkeys(indices))
     repeats, left_out = len(indices) - len(different), images - len(different)
     last = ranks * (max(map(len, drawn)) if getattr(sampler, "drop_last", False) else 1)
     padded = repeats < ranks and left_out < last  # a few images fill up the last batch
-    again = orders.setdefault(tuple(indices), epoch) != epoch
-    equal = [name for name in seeds if len({seed[name] for _, seed in of_all}) < ranks]
+    again = orders.setdefault(indices, epoch) != epoch
+    equal = [name for name in seeds if len({seeds[name] for _, seeds in of_all}) < ranks]
     for kind, wrong, mistake in (
         ("repeats", repeats and not padded, f"{repeats} images come twice, as if not shared"),
         ("left out", left_out >= last, f"{left_out} of {images} images are missing"),
         ("order", again, "an earlier epoch had this order: call sampler.set_epoch(epoch)"),
+        ("copies", len(set(shares)) < ranks, "several ranks have drawn the same images"),
         ("seeds", equal, f"several ranks draw the same random numbers: seed {equal} by rank"),
     ):
         require(not wrong or kind in allow, f"{mistake} (on purpose? Then allow=[{kind!r}])")
@@ -184,6 +190,7 @@ def texts_of(value, left_out=()):
     texts = {}
     for path, leaf in tree_flatten_with_path(value)[0]:
         leaf = leaf.tolist() if hasattr(leaf, "tolist") else leaf  # of PyTorch and NumPy
+        leaf = getattr(leaf, "__qualname__", leaf)  # a function's repr has its address
         text = repr(leaf.tobytes() if hasattr(leaf, "tobytes") else leaf)  # PIL's images
         if not any(repr(name) in keystr(path) for name in left_out):
             short = len(text) < 80

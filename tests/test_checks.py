@@ -7,39 +7,32 @@ import sys
 
 import pytest
 import torch
-from conftest import in_processes, run
+from conftest import GROUP, in_processes, run
 from editing import ROOT, edited
-from pages import line
 
 START = """
 import checks
-rank, world_size, cross_entropy = dist.get_rank(), dist.get_world_size(), nn.functional.cross_entropy
+cross_entropy = nn.functional.cross_entropy
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(21)
-
 class Items(list):
     def __getitem__(self, index):  # with a random transform, which does nothing
         item = dict(super().__getitem__(index))
         return dict(item, image=item["image"] + 0 * (torch.rand(()) + random.random() + np.random.rand()))
-
 class Weighted(DistributedSampler):
     def __iter__(self):
         drawn = torch.randint(60, (60,), generator=torch.Generator().manual_seed(self.seed + self.epoch))
         return iter(drawn[rank::world_size])
-
 class Buckets:  # texts of similar lengths, in batches of 12, of which each rank takes its part
-    def __len__(self):
-        return 5
+    __len__ = lambda self: 5
     def __iter__(self):
-        for bucket in torch.randperm(5, generator=torch.Generator().manual_seed(21 + epoch)).tolist():
+        random_numbers = torch.Generator().manual_seed(21 + epoch)
+        for bucket in torch.randperm(5, generator=random_numbers).tolist():
             yield list(range(12 * bucket, 12 * bucket + 12))[rank::world_size]
-
 def padded(items):
     return dict(tokens=nn.utils.rnn.pad_sequence([item["tokens"] for item in items], batch_first=True))
-
 def seed_each_rank():
     torch.manual_seed(21 + rank), random.seed(21 + rank), np.random.seed(21 + rank)
-
 images, labels = torch.randn(61, 6), torch.arange(61) % 2
 """
 IMAGES = """
@@ -114,27 +107,23 @@ for epoch in range(2):
     checks.same_weights(optimizers[0]), checks.same_weights(optimizers[1])
 """
 PORTS = {"images": IMAGES, "texts": TEXTS, "gan": GAN}
-PROGRAM = """
-import json, os, random, shutil, sys
+RIGHT = {port: (port, START + code) for port, code in PORTS.items()}
+PROGRAM = f"""{GROUP}
+import json, random, sys
 import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
-dist.init_process_group("gloo")
-ends, here = {}, os.getcwd()
+ends, here = {{}}, os.getcwd()
 for case, (port, code) in json.load(open("cases.json")).items():
     sys.modules.pop("checks", None)  # each case is a run of its own
-    os.chdir(f"{here}/{port}")
+    os.chdir(f"{{here}}/{{port}}")
     torch.set_default_dtype(torch.float32)
     try:
         exec(code, dict(globals()))
         ends[case] = "well"
     except AssertionError as error:
         ends[case] = str(error)
-json.dump(ends, open(f"{here}/ends{dist.get_rank()}.json", "w"))
+json.dump(ends, open(f"{{here}}/ends{{rank}}.json", "w"))
 dist.destroy_process_group()
 """
 
@@ -157,143 +146,76 @@ def ends_of(folder, nproc, cases):
 def recorded(tmp_path_factory):
     """Return a folder with recordings of the right ports."""
     folder = tmp_path_factory.mktemp("ports")
-    ends, _ = ends_of(folder, 1, {port: (port, START + code) for port, code in PORTS.items()})
+    ends, _ = ends_of(folder, 1, RIGHT)
     assert ends == dict.fromkeys(PORTS, "well")
     return folder
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_right_ports_pass(nproc, recorded):
-    ends, output = ends_of(recorded, nproc, {port: (port, START + code) for port, code in PORTS.items()})
+    ends, output = ends_of(recorded, nproc, RIGHT)
     assert ends == dict.fromkeys(PORTS, "well")
     assert output.count("all 10 recorded calls were the same") == (5 if nproc == 1 else 4)
 
 
 # Mistakes of two processes: what the run ends with, the port, and edits of it.
-DATA, SAMPLER = line("^data = Items", text=IMAGES), "sampler=sampler, drop_last=True"
-GRADIENT, STEP = "        checks.same_gradient(model)\n", "        optimizer.step()\n"
-SHUFFLE = """class Shuffle(Buckets):
-    def __iter__(self):
-        return iter([list(range(12 * i, 12 * i + 12))[rank::world_size] for i in random.sample(range(5), 5)])
-"""
-SEEDS = "seed_each_rank()\n"
-BANK = (
-    "        features = model[:3](batch['image']).mean(0)\n        (loss + (features * bank).sum()).backward()\n"
-)
+GRADIENT = "        checks.same_gradient(model)\n"
 MISTAKES = {
     "model(images)": ("the weights of the ranks differ", IMAGES, ("= ddp_model(", "= model(")),
-    "a rate of each rank": (
-        "the weights of the ranks differ",
-        IMAGES,
-        (STEP, f"        optimizer.param_groups[0]['lr'] /= 1 + rank\n{STEP}"),
-    ),
-    "NaN": (
-        "weight 0 of the optimizer is NaN",
-        IMAGES,
-        ("    checks.same_w", "    model[0].weight.data[0] = torch.nan\n    checks.same_w"),
-    ),
-    "class weights": (
-        "gradient, call 1 .* differs by .e.0",
-        IMAGES,
-        ('"label"])', '"label"], torch.tensor([1.0, 5.0]))'),
-    ),
-    "a wrong factor": (
-        "gradient, call 1 .* differs by 5e-01",
-        IMAGES,
-        ("loss.backward()", "(loss / world_size).backward()"),
-    ),
+    "a rate of each rank": ("the weights of the ranks differ", IMAGES,
+        ("optimizer.step()", "optimizer.param_groups[0]['lr'] /= 1 + rank; optimizer.step()")),
+    "NaN": ("weight 0 of the optimizer is NaN", IMAGES,
+        ("    checks.same_w", "    model[0].weight.data[0] = torch.nan\n    checks.same_w")),
+    "class weights": ("gradient, call 1 .* differs by .e.0", IMAGES,
+        ('"label"])', '"label"], torch.tensor([1.0, 5.0]))')),
+    "a wrong factor": ("gradient, call 1 .* differs by 5e-01", IMAGES,
+        ("loss.backward()", "(loss / world_size).backward()")),
     "BatchNorm": ("gradient, call 1 .* differs", IMAGES, ("model.eval()", "model.train()")),
-    "another seed": ("gradient, call 1 .* differs", IMAGES, ("\nmodel = ", "\ntorch.manual_seed(5)\nmodel = ")),
-    "a memory bank": (
-        "gradient, call 2 .* differs",
-        IMAGES,
-        (SEEDS, f"bank = torch.zeros(8)\n{SEEDS}"),
-        ("        loss.backward()\n", BANK + "        bank = features.detach()\n"),
-    ),
-    "float32": (
-        "gradient: .*not float64",
-        IMAGES,
-        ("0.01)\nddp", "0.01)\nmodel.float()\nddp"),
-        ('ddp_model(batch["image"])', 'ddp_model(batch["image"].float()).double()'),
-    ),
-    "another model": (
-        "gradient, call 1 .*had other names or shapes",
-        IMAGES,
-        ("nn.ReLU(), nn.Linear(8, 2)", "nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)"),
-    ),
+    "a memory bank": ("gradient, call 2 .* differs", IMAGES,
+        ("seed_each_rank()\n", "bank = torch.zeros(8)\nseed_each_rank()\n"),
+        ("loss.backward()", "features = model[:3](batch['image']).mean(0); (loss + bank @ features).backward()"),
+        ("optimizer.step()", "optimizer.step(); bank = features.detach()")),
+    "float32": ("gradient: .*not float64", IMAGES, ("0.01)\nddp", "0.01)\nmodel.float()\nddp"),
+        ('ddp_model(batch["image"])', 'ddp_model(batch["image"].float()).double()')),
+    "another model": ("gradient, call 1 .*recorded were other names or shapes", IMAGES,
+        ("nn.ReLU(), nn.Linear(8, 2)", "nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)")),
     "more steps": ("gradient, call 11 .*the recorded run had fewer calls", IMAGES, ("range(2)", "range(3)")),
-    "no recording": (
-        "there is no other gradient.check.txt",
-        IMAGES,
-        ("same_gradient(model", "same_gradient(model, 'other gradient'"),
-    ),
-    "before backward": ("gradient is 0", IMAGES, (GRADIENT, ""), ("        loss.b", f"{GRADIENT}        loss.b")),
-    "a mean of means": (
-        "gradient, call 1 .* differs",
-        TEXTS,
-        ("    dist.all_reduce(count)\n", "    count = count * world_size\n"),
-    ),
+    "no recording": ("there is no other gradient.check.txt", IMAGES,
+        ("same_gradient(model", "same_gradient(model, 'other gradient'")),
+    "before backward": ("gradient is 0", IMAGES, ("        checks.same_gradient(model)\n", ""),
+        ("        loss.b", "        checks.same_gradient(model)\n        loss.b")),
+    "a mean of means": ("gradient, call 1 .* differs", TEXTS,
+        ("    dist.all_reduce(count)\n", "    count = count * world_size\n")),
     "the generator's own": ("gradient 0, call 1 .* differs by .e-01", GAN, ("DDP(model) for", "model for")),
-    "a mean accuracy": (
-        "metrics, call 1 .*accuracy",
-        IMAGES,
-        ("accuracy = correct / 61", "accuracy = right[rank::world_size].double().mean()"),
-    ),
-    "a NaN metric": (
-        "metrics, call 1 .* is NaN or infinite",
-        IMAGES,
-        ("correct / 61", "correct / 61 * torch.nan"),
-    ),
+    "a mean accuracy": ("metrics, call 1 .*accuracy", IMAGES,
+        ("accuracy = correct / 61", "accuracy = right[rank::world_size].double().mean()")),
+    "a NaN metric": ("metrics, call 1 .* is NaN or infinite", IMAGES, ("correct / 61", "correct / 0")),
     "another shape": ("metrics, call 1 .* other names or shapes", IMAGES, ("epoch=[epoch]", "epoch=[epoch, 1]")),
-    "smoothing of a rank": (
-        r"\['smoothing'\] is 0.11, but 0.1 on rank 0",
-        IMAGES,
-        ("(dict(smoothing=0.1", "(dict(smoothing=0.1 + rank / 100"),
-    ),
-    "a resume with other rates": (
-        r"\['rates'\]\[1\] is 0.1, but 0.2 in the checkpoint",
-        IMAGES,
-        ("0.1]))", "0.2]))"),
-    ),
-    "no sampler": ("images come twice", IMAGES, (SAMPLER, "shuffle=True")),
-    "a WeightedRandomSampler": (
-        "images come twice",
-        IMAGES,
-        (SAMPLER, "sampler=WeightedRandomSampler([1.0] * 61, 61)"),
-    ),
+    "smoothing of a rank": ("\\['smoothing'\\] is 0.11, but 0.1 saved", IMAGES,
+        ("(dict(smoothing=0.1", "(dict(smoothing=0.1 + rank / 100")),
+    "a resume with other rates": ("\\['rates'\\]\\[1\\] is 0.1, but 0.2 saved", IMAGES, ("0.1]))", "0.2]))")),
+    "no sampler": ("images come twice", IMAGES, ("sampler=sampler, drop_last=True", "shuffle=True")),
+    "a WeightedRandomSampler": ("images come twice", IMAGES,
+        ("sampler=sampler, drop_last=True", "sampler=WeightedRandomSampler([1.0] * 61, 61)")),
     "a seed of each rank": ("images come twice", IMAGES, ("seed=21, drop", "seed=21 + rank, drop")),
-    "images left out": (
-        "25 of 61 images are missing",
-        IMAGES,
-        ("DistributedSampler(data", "DistributedSampler(range(40)"),
-    ),
+    "images left out": ("25 of 61 images are missing", IMAGES,
+        ("DistributedSampler(data", "DistributedSampler(range(40)")),
     "no set_epoch": ("an earlier epoch had this order", IMAGES, ("sampler.set_epoch(epoch)", "pass")),
-    "other images": (
-        "item .* on rank 0",
-        IMAGES,
-        (DATA, "data = Items(dict(image=images[i - 7 * rank], label=labels[i]) for i in range(61))\n"),
-    ),
-    "other numbers of classes": (
-        r"\['label'\] is [01], but [01] on rank 0",
-        IMAGES,
-        ("label=label)", "label=(label + rank) % 2)"),
-    ),
+    "other images": ("\\[\\d+\\]\\['image'\\] is ", IMAGES,
+        ("in zip(images, labels)", "in zip(images.roll(2 * rank, 0), labels)")),
+    "other numbers of classes": ("\\[\\d+\\]\\['label'\\] is [01], but [01] on rank 0", IMAGES,
+        ("label=label)", "label=(label + rank) % 2)")),
     "no step": ("the loader has no batch", IMAGES, ("12 // world_size", "62 // world_size")),
-    "other sizes": (r"\['images'\] is 60, but 61 on rank 0", IMAGES, ("zip(images", "zip(images[rank:]")),
-    "one order of batches": (
-        "an earlier epoch had this order",
-        TEXTS,
-        ("manual_seed(21 + epoch)", "manual_seed(21)"),
-    ),
-    "a shuffle by random": (
-        "random numbers from random",
-        TEXTS,
-        ("data = ", f"{SHUFFLE}data = "),
-        ("Buckets(), ", "Shuffle(), "),
-        (SEEDS, f"{SEEDS}random.seed(21)\n"),
-    ),
-    "equal draws": ("random numbers from PyTorch", GAN, (SEEDS, f"{SEEDS}torch.manual_seed(21)\n")),
-    "equal draws of NumPy": ("random numbers from NumPy", GAN, (SEEDS, f"{SEEDS}np.random.seed(21)\n")),
+    "other sizes": ("\\['images'\\] is 60, but 61 on rank 0", IMAGES, ("zip(images", "zip(images[rank:]")),
+    "one order of batches": ("an earlier epoch had this order", TEXTS,
+        ("manual_seed(21 + epoch)", "manual_seed(21)")),
+    "a shuffle by random": ("same random numbers: seed ..random.. by rank", TEXTS,
+        ("torch.randperm(5, generator=random_numbers).tolist()", "random.sample(range(5), 5)"),
+        ("\nseed_each_rank()", "\nseed_each_rank(); random.seed(21)")),
+    "equal draws": ("same random numbers: seed ..PyTorch.. by rank", GAN,
+        ("\nseed_each_rank()", "\nseed_each_rank(); torch.manual_seed(21)")),
+    "equal draws of NumPy": ("same random numbers: seed ..NumPy.. by rank", GAN,
+        ("\nseed_each_rank()", "\nseed_each_rank(); np.random.seed(21)")),
 }
 
 
@@ -316,22 +238,14 @@ def test_python_O_and_a_script_that_does_not_connect(recorded, tmp_path):
     assert "recording loss.check.txt" in first.stdout and "all 2 recorded calls were the same" in same.stdout
     assert "2 calls" in fewer.stdout and "same" not in fewer.stdout
     assert "loss, call 2" in other.stderr and other.returncode == 1
-    unconnected = run([*command, "1"], cwd=tmp_path, WORLD_SIZE="2")
-    assert "the processes are not connected" in unconnected.stderr
+    assert "not connected" in run([*command, "1"], cwd=tmp_path, WORLD_SIZE="2").stderr
 
 
 def test_two_files_are_compared(tmp_path):
-    states = dict(
-        a=dict(epoch=1, w=torch.tensor([1.0, torch.nan]), speed=1.0),
-        b=dict(epoch=1, w=torch.tensor([1.0, torch.nan]), speed=2.0),
-        c=dict(epoch=1, w=torch.ones(2), speed=1.0),
-    )
-    for name, state in states.items():
-        torch.save(dict(state, speed=name), tmp_path / name)
+    for name, number in ("a", torch.nan), ("b", torch.nan), ("c", 1.0):
+        torch.save(dict(weights=[torch.tensor([1.0, number])], speed=name), tmp_path / name)
     compare = [sys.executable, ROOT / "minimal" / "checks.py"]
     ends = [run([*compare, *files], cwd=tmp_path) for files in (["a", "b", "speed"], ["a", "b"], ["a", "c"])]
-    assert [end.returncode for end in ends] == [0, 1, 1] and "2 values are the same" in ends[0].stdout
-    assert (
-        "['speed'] is 'a', but 'b' in b" in ends[1].stderr
-        and "['w'] is [1.0, nan], but [1.0, 1.0] in c" in ends[2].stderr
-    )
+    assert [end.returncode for end in ends] == [0, 1, 1] and "the files are the same" in ends[0].stdout
+    assert "['speed'] is 'a', but 'b' saved" in ends[1].stderr
+    assert "['weights'][0] is [1.0, nan], but [1.0, 1.0] saved" in ends[2].stderr

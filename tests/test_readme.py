@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import SMALL, result, run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL, SMALL_MODEL, copy_script, edited
-from pages import MINIMAL, after, block, edits_of, line
+from pages import after, block, edits_of, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
