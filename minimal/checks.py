@@ -32,7 +32,7 @@ def same_weights(optimizer):
 
     If not, some gradients were not averaged, or ranks took other steps (TROUBLESHOOTING.md).
     They should be equal bit by bit; 1e-5 is for unlike GPUs, which may round differently.
-    Not seen: buffers, averages (EMA), other optimizers, gradients that are wrong on all ranks.
+    Not seen: buffers, averages (EMA), other optimizers, gradients that are wrong everywhere.
     """
     weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
     same_on_all_ranks([tuple(weight.shape) for weight in weights])
@@ -113,9 +113,9 @@ def same_gradient(model, name="gradient", rtol=1e-9):
 def each_image_once(loader, epoch, allow=(), item=None):
     """All ranks together use each image once per epoch, in a new order, with unlike seeds.
 
-    In place of `in train_loader`, write `in each_image_once(train_loader, epoch)` (the call alone
-    does nothing), and train two epochs without `break`. It notes the indices that are drawn. Each
-    rank needs the whole dataset, no persistent_workers. Allow what is on purpose by
+    In place of `in train_loader`, write `in each_image_once(train_loader, epoch)` (a call alone
+    does nothing), and train two epochs without `break`. It notes the indices that are drawn.
+    Each rank needs the whole dataset, no persistent_workers. Allow what is on purpose by
     allow=["repeats"] (for weighted sampling), "left out", "order" (one for all epochs), "seeds"
     (equal on all ranks). A worker of each rank loads the same ten items, with equal seeds for
     random transforms. item(index) replaces dataset[index] if that has a generator of its own.
