@@ -34,7 +34,8 @@ def same_weights(optimizer):
     They should be equal bit by bit; 1e-5 is for unlike GPUs, which may round differently.
     Not seen: buffers, averages (EMA), other optimizers, gradients that are wrong everywhere.
     """
-    weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
+    groups = [group["params"] for group in optimizer.param_groups]
+    weights = [weight.detach() for group in groups for weight in group]
     same_on_all_ranks([tuple(weight.shape) for weight in weights])
     mistake = None
     for number, weight in enumerate(weights):
