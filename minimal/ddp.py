@@ -1,7 +1,11 @@
-"""Train ResNet-50 on CIFAR-10 with all GPUs.    torchrun --standalone --nproc-per-node=gpu minimal/ddp.py"""
+"""Train ResNet-50 on CIFAR-10 with all GPUs.
+
+torchrun --standalone --nproc-per-node=gpu minimal/ddp.py
+"""
 
 import os
 
+import checks  # the file beside this one
 import torch
 import torch.distributed as dist
 from filelock import FileLock  # installed with PyTorch
@@ -17,37 +21,37 @@ def main():
     local_rank = int(os.environ["LOCAL_RANK"])  # index on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
 
-    # 2. Each process uses its own GPU. If all use GPU 0, NCCL raises an error.
+    # 2. Each process uses its own GPU, and connects to the others.
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-
-    # 3. Connect the processes. From here on, a process that waits for another for ten minutes ends with an error.
     dist.init_process_group("nccl", device_id=device)
 
     torch.manual_seed(21)
-    with FileLock("data.lock"):  # one process downloads, the others wait
-        train_set = datasets.CIFAR10("data", train=True, download=True, transform=transforms.ToTensor())
-    val_set = datasets.CIFAR10("data", train=False, transform=transforms.ToTensor())
+    to_tensor = transforms.ToTensor()
+    with FileLock("data.lock"):  # one process downloads while the others wait
+        train_set = datasets.CIFAR10("data", train=True, download=True, transform=to_tensor)
+    val_set = datasets.CIFAR10("data", train=False, transform=to_tensor)
 
-    # 4. Each process loads its own share of the images. Otherwise, each would train on all.
-    sampler = DistributedSampler(train_set, seed=21, drop_last=True)  # shuffles; drop_last: no image comes twice
-    train_loader = DataLoader(train_set, batch_size=512, sampler=sampler, num_workers=8)  # per process
-    val_share = Subset(val_set, range(rank, len(val_set), world_size))  # DistributedSampler could repeat images
-    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)  # keeps the last, smaller batch
+    # 3. Each process trains on its own share of the images. The sampler also shuffles.
+    # Validation uses every world_size-th image, because the sampler would repeat some.
+    sampler = DistributedSampler(train_set, seed=21, drop_last=True)
+    train_loader = DataLoader(train_set, batch_size=512, sampler=sampler, num_workers=8)
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))
+    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)
 
     model = models.resnet50(num_classes=10)
-    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)  # for small images
-    model.maxpool = nn.Identity()
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()  # both for small images
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # 5. Wrap the model: DDP copies rank 0's weights to all ranks, and averages the gradients in backward().
-    # `model` and `ddp_model` share their weights. Train with `ddp_model`. Otherwise, each GPU would train alone.
+    # 4. Wrap the model. DDP copies rank 0's weights to all processes, and from now on averages
+    # the gradients in backward(). Train with `ddp_model`. It shares its weights with `model`.
     ddp_model = DDP(model)
-    torch.manual_seed(21 + rank)  # so that dropout and random transforms differ between ranks
+    torch.manual_seed(21 + rank)  # dropout and random transforms should differ between ranks
 
     for epoch in range(10):
-        sampler.set_epoch(epoch)  # 6. Otherwise, all epochs have the same order.
+        sampler.set_epoch(epoch)  # 5. Without this, all epochs have the same order.
         model.train()
         for images, labels in train_loader:
             images, labels = images.to(device), labels.to(device)
@@ -55,16 +59,11 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        # A safeguard, not a step: it changes nothing, and raises an error if weights differ.
+        checks.same_weights(optimizer)
 
-        # 7. All ranks must still have rank 0's weights. If not, some gradients were not averaged.
-        for weight in [weight.detach() for group in optimizer.param_groups for weight in group["params"]]:
-            of_rank_0 = weight.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(of_rank_0, src=0)  # overwrites the copy with rank 0's weight
-            difference = (weight - of_rank_0).abs().float().norm()
-            assert difference <= 1e-5 * of_rank_0.abs().float().norm(), "the weights of the ranks differ"
-
-        # 8. Each rank validates its share, with `model`: `ddp_model` can communicate, and hang if the ranks have
-        # different numbers of batches. BatchNorm's running statistics differ between the ranks: take rank 0's.
+        # 6. Each process validates its share, with `model`: `ddp_model` would wait for those
+        # that have fewer batches. BatchNorm's statistics differ by process: take rank 0's.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()
@@ -72,9 +71,9 @@ def main():
         with torch.no_grad():
             for images, labels in val_loader:
                 correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-        dist.all_reduce(correct)  # the sum over all ranks
+        dist.all_reduce(correct)  # the sum over all processes
 
-        # 9. Only rank 0 prints and saves. Otherwise, all ranks would write the same file.
+        # 7. Only rank 0 prints and saves. Otherwise, all processes would write the same file.
         if rank == 0:
             print(f"epoch {epoch} accuracy {correct.item() / len(val_set):.4f}")
             torch.save(model.state_dict(), "model.pt")

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,7 @@ def train_minimal(nproc, folder, *edits, epochs=4, images=410):
         program = program.replace(old, new)
     data = f"{IMAGES}\ndatasets.CIFAR10 = lambda *_, train, **__: small_images({images} if train else 61)\n"
     (folder / "program.py").write_text(program.replace("\ndef main", f"{data}\ndef main"))
+    shutil.copy(ROOT / "minimal" / "checks.py", folder)
     return in_processes(nproc, folder, "program.py")
 
 

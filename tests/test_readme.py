@@ -1,4 +1,4 @@
-"""README: minimal/ and its diff, the checks of a port, and commands for several machines."""
+"""README: minimal/ and its diff, the resume, and commands for several machines."""
 
 import os
 import re
@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import SMALL, in_processes, result, run, train_minimal
+from conftest import SMALL, result, run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL, SMALL_MODEL, copy_script, edited
-from pages import MINIMAL, after, block, edits_of, line
+from pages import after, block, edits_of, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -35,7 +35,7 @@ def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(n
 def test_of_two_machines_rank_0_alone_prints_and_saves_and_both_validate_its_model(tmp_path):
     own_folder = after(line("world_size = int"), "os.mkdir(f'machine {rank}')\nos.chdir(f'machine {rank}')\n")
     say = "print(f'SEED {torch.initial_seed()} MEAN {model[2].running_mean.sum()}\\n', end='')\n"
-    say = after(ALL_REDUCE, say)
+    say = after(line("all_reduce"), say)
     finished = train_minimal(2, tmp_path, ('int(os.environ["LOCAL_RANK"])', "0"), own_folder, say)
     assert finished.returncode == 0 and finished.stdout.count("accuracy") == 4
     seeds, means = zip(*re.findall("SEED (.*) MEAN (.*)", finished.stdout))
@@ -50,67 +50,21 @@ def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
     assert "accuracy" not in finished.stdout and not (tmp_path / "model.pt").exists()
 
 
-OLD_LOSS, LOSS = (line("loss = nn").replace("ddp_model", model) for model in ("model", "ddp_model"))
-BEFORE_EPOCHS, SET_EPOCH = line(r"manual_seed\(21 \+"), line("set_epoch")
-TRAIN_SET, ALL_REDUCE = line("train_set ="), line("all_reduce")
-SAMPLER, VAL_SHARE = "sampler=sampler,", "Subset(val_set, range(rank, len(val_set), world_size))"
-WEIGHTED = "torch.utils.data.WeightedRandomSampler([1.0] * len(train_set), len(train_set))"
-SPLIT = "torch.rand(rank); train_set = torch.utils.data.random_split(train_set, [400, 10])[0]"
-AVERAGE = "        correct = correct * len(val_set) / len(val_share) / world_size\n"
-
-DATA = after(BEFORE_EPOCHS, "last_indices = None\n"), after(SET_EPOCH, block("data"))
-# Check of a port (2 is step 7): the message with which it ends a wrong port, the numbers of processes of the right
-# port, the edits of minimal/ddp.py, and the mistakes, which the last of these numbers of processes make.
-CHECKS = {
-    1: ("not close", [1], [after(BEFORE_EPOCHS, "losses = []\n"), after(LOSS, block("losses"))]),
-    3: ("the gradient differs by|a gradient is zero", [1, 2, 3], edits_of(block("gradient"))),
-    5: ("come twice|are missing|other images|the same seed|that of the last epoch", [2, 3], DATA),
-    6: ("not close|missing, or come twice", [1, 2, 3], edits_of(block("metrics"))),
-}
-CHECKS[1][2].append(("seed=21, drop_last", "shuffle=False, drop_last"))
-MISTAKES = {
-    1: {"another rate": ("lr=1e-3", "lr=2e-2"), "another seed": ("seed(21)", "seed(22)")},
-    3: {
-        "class weights": ("labels)\n", "labels, torch.arange(1.0, 11, device=device))\n"),
-        "a wrong factor": ("loss.backward()", "(loss / world_size).backward()"),
-        "batch statistics": ("        model.eval()  # without", "        model.train()  # without"),
-        "unequal shares": ("batch_size=60 // world_size", "batch_size=20 - (rank == 2)"),
-        "zeros in a new layer": ("ddp_model = DDP(model)", "model[2].weight.data.zero_(); ddp_model = DDP(model)"),
-    },
-    5: {
-        "no sampler": (SAMPLER, "shuffle=True,"),
-        "a WeightedRandomSampler": (SAMPLER, f"sampler={WEIGHTED},"),
-        "a seed of each rank": ("seed=21, drop", "seed=21 + rank, drop"),
-        "one seed for all ranks": ("manual_seed(21 + rank)", "manual_seed(21)"),
-        "no set_epoch": ("sampler.set_epoch(epoch)", "pass"),
-        "images left out": ("DistributedSampler(train_set", "DistributedSampler(range(300)"),
-        "another order": after(TRAIN_SET, "train_set = Subset(train_set, range(rank, len(train_set)))\n"),
-        "random_split without a generator": after(TRAIN_SET, f"{SPLIT}\n"),
-        "other numbers of classes": after(TRAIN_SET, "train_set = [(i, (n + rank) % 10) for i, n in train_set]\n"),
-    },
-    6: {
-        "a DistributedSampler": (VAL_SHARE, "Subset(val_set, [*DistributedSampler(val_set, shuffle=False)])"),
-        "drop_last": ("(val_share, batch_size=512)", "(val_share, batch_size=2, drop_last=True)"),
-        "an average over the ranks": (ALL_REDUCE, AVERAGE + ALL_REDUCE),
-        "random numbers": ("(model(images.to", "(model(torch.randn_like(images) + images.to"),
-    },
-}
-
-
-@pytest.mark.parametrize("number", CHECKS)
-def test_a_check_ends_a_port_with_a_mistake_and_no_other(number, tmp_path):
-    message, nprocs, edits = CHECKS[number]
-    if number == 1:
-        losses = ("    for epoch in", "    losses = []\n    for epoch in"), after(OLD_LOSS, block("old losses"))
-        assert train_minimal(0, tmp_path, *losses, ("shuffle=True", "shuffle=False")).returncode == 0
-        assert len(torch.load(tmp_path / "losses.pt")) == 3
-    if number == 6:
-        assert train_minimal(1, tmp_path, epochs=1).returncode == 0  # saves model.pt
-    port = edited(MINIMAL, *edits)
-    assert [train_minimal(nproc, tmp_path, (MINIMAL, port)).returncode for nproc in nprocs] == [0] * len(nprocs)
-    for name, mistake in MISTAKES[number].items():
-        finished = train_minimal(nprocs[-1], tmp_path, (MINIMAL, edited(port, mistake)))
-        assert finished.returncode != 0 and re.search(message, finished.stdout), name
+def test_one_process_downloads_while_the_others_wait(tmp_path):
+    make = """    made = datasets.CIFAR10
+    def make(*_, train, download=False, **__):
+        if download:
+            open("downloading", "x").close()  # an error if another process downloads
+            time.sleep(0.5)
+            os.remove("downloading")
+        return made(train=train)
+    datasets.CIFAR10 = make
+"""
+    slow = ("    torch.manual_seed(21)\n", f"    import time\n{make}    torch.manual_seed(21)\n")
+    assert train_minimal(2, tmp_path, slow, epochs=1).returncode == 0
+    lock, train, val = (line(f"    {text}") for text in ("with FileLock", "train_set =", "val_set ="))
+    no_lock = [(lock + train, train[4:]), (val, f"{lock}    {val}")]  # but for the other dataset
+    assert "File exists: 'downloading'" in train_minimal(2, tmp_path, slow, *no_lock, epochs=1).stdout
 
 
 # An edit of the recipe for a resume: what it leaves out.
@@ -123,7 +77,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
-def test_check_4_compares_all_that_a_resumed_and_an_uninterrupted_run_have_saved(left_out, tmp_path):
+def test_a_resumed_run_saves_what_an_uninterrupted_one_does(left_out, tmp_path):
     dropout = ("    model = model.to(device)", "    model = nn.Sequential(nn.Dropout(0.1), model).to(device)")
     edits = [dropout, *edits_of(edited(block("resume"), *LEFT_OUT[left_out]))]
     assert train_minimal(2, tmp_path, *edits, epochs=2).returncode == 0
@@ -132,8 +86,8 @@ def test_check_4_compares_all_that_a_resumed_and_an_uninterrupted_run_have_saved
     assert train_minimal(2, tmp_path, *edits, stop, epochs=2).returncode == 0
     finished = train_minimal(2, tmp_path, *edits, epochs=2)
     assert "rank 0: run.pt has 1 epochs" in finished.stdout
-    (tmp_path / "compare.py").write_text(block("compare"))
-    assert (in_processes(0, tmp_path, "compare.py").returncode == 0) == (left_out == "nothing")
+    compare = [sys.executable, "checks.py", "uninterrupted.pt", "run.pt"]
+    assert (run(compare, cwd=tmp_path).returncode == 0) == (left_out == "nothing")
 
 
 # Two processes of this machine stand for two machines.

@@ -187,10 +187,10 @@ def by_steps(last, workers="num_workers=0"):
         ("num_workers=8", workers),
         at(line(r"\.\.\.  # the loss", 1, steps), loss_and_step),
         (" % 1000", " % 3"),
-        at(line(r"\.\.\.  # steps 7", 1, steps), save),
+        at(line(r"\.\.\.  # steps 6", 1, steps), save),
     )
     set_epoch = ("sampler.set_epoch(epoch)", "pass")
-    return [functions(draws), before(line("# 5. Wrap"), LOAD), set_epoch, ONE_EPOCH, at(LOOP + LOSS + STEP, loop)]
+    return [functions(draws), before(line("# 4. Wrap"), LOAD), set_epoch, ONE_EPOCH, at(LOOP + LOSS + STEP, loop)]
 
 
 DRAWN = f"""orders = [torch.randperm(60, generator=torch.Generator().manual_seed(21 + epoch)) for epoch in (0, 1)]
@@ -213,7 +213,7 @@ discriminator = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Line
 model = nn.Sequential(generator, discriminator).to(device)
 optimizer, optimizer_d = (torch.optim.SGD(part.parameters(), 0.1) for part in model)
 """
-OF_GAN = [at(SGD, two_models), at(line("for weight in"), weights_of_both), at(LOSS + STEP, gan), NO_ACCURACY]
+OF_GAN = [at(SGD, two_models), at(line("checks.same_weights"), weights_of_both), at(LOSS + STEP, gan), NO_ACCURACY]
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
     "padding": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
@@ -318,7 +318,7 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks_and_all_ranks_stop_in_one_epoch
     _, init, loop, add, log = parts("logging")
     end = line("    dist.destroy")
     edits = [functions(STAND_INS), before("    for epoch", "best, bad_epochs = 0, 0\n", init)]
-    edits += [before(line("# 9"), log), ("0.1, 0.9", "1e-12")]
+    edits += [before(line("# 7"), log), ("0.1, 0.9", "1e-12")]
     edits += [at(line("in train_loader"), loop), at(line("    optimizer.step"), "optimizer.step()\n", add)]
     edits += [(end, indent(block("early stopping"), " " * 8) + end)]
     losses = []

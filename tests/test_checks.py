@@ -1,0 +1,251 @@
+"""minimal/checks.py: three right ports pass on 1, 2 and 3 processes, and each mistake ends a run on all ranks."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import GROUP, in_processes, run
+from editing import ROOT, edited
+
+START = """
+import checks
+cross_entropy = nn.functional.cross_entropy
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(21)
+class Items(list):
+    def __getitem__(self, index):  # with a random transform, which does nothing
+        item = dict(super().__getitem__(index))
+        return dict(item, image=item["image"] + 0 * (torch.rand(()) + random.random() + np.random.rand()))
+class Weighted(DistributedSampler):
+    def __iter__(self):
+        drawn = torch.randint(60, (60,), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        return iter(drawn[rank::world_size])
+class Buckets:  # texts of similar lengths, in batches of 12, of which each rank takes its part
+    __len__ = lambda self: 5
+    def __iter__(self):
+        random_numbers = torch.Generator().manual_seed(21 + epoch)
+        for bucket in torch.randperm(5, generator=random_numbers).tolist():
+            yield list(range(12 * bucket, 12 * bucket + 12))[rank::world_size]
+def padded(items):
+    return dict(tokens=nn.utils.rnn.pad_sequence([item["tokens"] for item in items], batch_first=True))
+def seed_each_rank():
+    torch.manual_seed(21 + rank), random.seed(21 + rank), np.random.seed(21 + rank)
+images, labels = torch.randn(61, 6), torch.arange(61) % 2
+"""
+IMAGES = """
+data = Items(dict(image=image, label=label) for image, label in zip(images, labels))
+sampler = DistributedSampler(data, seed=21, drop_last=True)
+loader = DataLoader(data, 12 // world_size, sampler=sampler, drop_last=True)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+ddp_model = DDP(model)
+seed_each_rank()
+checks.same_on_all_ranks(dict(smoothing=0.1, rates=[0.01, 0.1]), saved=dict(smoothing=0.1, rates=[0.01, 0.1]))
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    model.eval()
+    for batch in checks.each_image_once(loader, epoch):
+        outputs = ddp_model(batch["image"])
+        loss = cross_entropy(outputs, batch["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        checks.same_gradient(model)
+        optimizer.step()
+        if world_size == 1:
+            checks.same_as_before("loss", loss)
+    checks.same_weights(optimizer)
+    right = model(images).argmax(1) == labels
+    correct = right[rank::world_size].sum()
+    dist.all_reduce(correct)
+    accuracy = correct / 61
+    checks.same_as_before("metrics", dict(accuracy=accuracy, epoch=[epoch]))
+"""
+TEXTS = """
+data = [dict(tokens=torch.randint(1, 9, (2 + i // 3,))) for i in range(60)]
+loader = DataLoader(data, batch_sampler=Buckets(), collate_fn=padded)
+model = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Dropout(0.0), nn.Linear(8, 9))
+nn.init.zeros_(model[2].weight)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ddp_model = DDP(model)
+seed_each_rank()
+for epoch in range(2):
+    for batch in checks.each_image_once(loader, epoch):
+        tokens = batch["tokens"]
+        losses = cross_entropy(ddp_model(tokens).mT, tokens, reduction="none") * (tokens > 0)
+        count = (tokens > 0).sum()
+        dist.all_reduce(count)
+        optimizer.zero_grad()
+        (losses.sum() * world_size / count).backward()
+        checks.same_gradient(model)
+        optimizer.step()
+    checks.same_weights(optimizer)
+"""
+GAN = """
+data = Items(dict(image=image) for image in images[:60])
+sampler = Weighted(data, seed=21)
+loader = DataLoader(data, 12 // world_size, sampler=sampler)
+models = [nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)]
+optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
+generator, discriminator = (DDP(model) for model in models)
+seed_each_rank()
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for batch in checks.each_image_once(loader, epoch, allow=["repeats", "left out"]):
+        real = batch["image"]
+        fake = generator(real.flip(1))
+        for number, loss in enumerate([
+            lambda: nn.functional.softplus(models[1](fake)).mean(),
+            lambda: nn.functional.softplus(discriminator(torch.cat([fake.detach(), -real]))).mean(),
+        ]):
+            models[number].zero_grad()
+            loss().backward()
+            checks.same_gradient(models[number], f"gradient {number}")
+            optimizers[number].step()
+    checks.same_weights(optimizers[0]), checks.same_weights(optimizers[1])
+"""
+PORTS = {"images": IMAGES, "texts": TEXTS, "gan": GAN}
+RIGHT = {port: (port, START + code) for port, code in PORTS.items()}
+PROGRAM = f"""{GROUP}
+import json, random, sys
+import numpy as np
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+
+ends, here = {{}}, os.getcwd()
+for case, (port, code) in json.load(open("cases.json")).items():
+    sys.modules.pop("checks", None)  # each case is a run of its own
+    os.chdir(f"{{here}}/{{port}}")
+    torch.set_default_dtype(torch.float32)
+    try:
+        exec(code, dict(globals()))
+        ends[case] = "well"
+    except AssertionError as error:
+        ends[case] = str(error)
+json.dump(ends, open(f"{{here}}/ends{{rank}}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def ends_of(folder, nproc, cases):
+    """Run programs, {name: (port, code)}, one after the other; return how they ended, the same on all ranks."""
+    for port in PORTS:
+        (folder / port).mkdir(exist_ok=True)
+    shutil.copy(ROOT / "minimal" / "checks.py", folder)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "program.py").write_text(PROGRAM)
+    finished = in_processes(nproc, folder, "program.py")
+    assert finished.returncode == 0
+    ends = [json.loads((folder / f"ends{rank}.json").read_text()) for rank in range(nproc)]
+    assert ends == ends[:1] * nproc
+    return ends[0], finished.stdout
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Return a folder with recordings of the right ports."""
+    folder = tmp_path_factory.mktemp("ports")
+    ends, _ = ends_of(folder, 1, RIGHT)
+    assert ends == dict.fromkeys(PORTS, "well")
+    return folder
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_right_ports_pass(nproc, recorded):
+    ends, output = ends_of(recorded, nproc, RIGHT)
+    assert ends == dict.fromkeys(PORTS, "well")
+    assert output.count("all 10 recorded calls were the same") == (5 if nproc == 1 else 4)
+
+
+# Mistakes of two processes: what the run ends with, the port, and edits of it.
+GRADIENT = "        checks.same_gradient(model)\n"
+MISTAKES = {
+    "model(images)": ("the weights of the ranks differ", IMAGES, ("= ddp_model(", "= model(")),
+    "a rate of each rank": ("the weights of the ranks differ", IMAGES,
+        ("optimizer.step()", "optimizer.param_groups[0]['lr'] /= 1 + rank; optimizer.step()")),
+    "NaN": ("weight 0 of the optimizer is NaN", IMAGES,
+        ("    checks.same_w", "    model[0].weight.data[0] = torch.nan\n    checks.same_w")),
+    "class weights": ("gradient, call 1 .* differs by .e.0", IMAGES,
+        ('"label"])', '"label"], torch.tensor([1.0, 5.0]))')),
+    "a wrong factor": ("gradient, call 1 .* differs by 5e-01", IMAGES,
+        ("loss.backward()", "(loss / world_size).backward()")),
+    "BatchNorm": ("gradient, call 1 .* differs", IMAGES, ("model.eval()", "model.train()")),
+    "a memory bank": ("gradient, call 2 .* differs", IMAGES,
+        ("seed_each_rank()\n", "bank = torch.zeros(8)\nseed_each_rank()\n"),
+        ("loss.backward()", "features = model[:3](batch['image']).mean(0); (loss + bank @ features).backward()"),
+        ("optimizer.step()", "optimizer.step(); bank = features.detach()")),
+    "float32": ("gradient: .*not float64", IMAGES, ("0.01)\nddp", "0.01)\nmodel.float()\nddp"),
+        ('ddp_model(batch["image"])', 'ddp_model(batch["image"].float()).double()')),
+    "another model": ("gradient, call 1 .*recorded were other names or shapes", IMAGES,
+        ("nn.ReLU(), nn.Linear(8, 2)", "nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)")),
+    "more steps": ("gradient, call 11 .*the recorded run had fewer calls", IMAGES, ("range(2)", "range(3)")),
+    "no recording": ("there is no other gradient.check.txt", IMAGES,
+        ("same_gradient(model", "same_gradient(model, 'other gradient'")),
+    "before backward": ("gradient is 0", IMAGES, ("        checks.same_gradient(model)\n", ""),
+        ("        loss.b", "        checks.same_gradient(model)\n        loss.b")),
+    "a mean of means": ("gradient, call 1 .* differs", TEXTS,
+        ("    dist.all_reduce(count)\n", "    count = count * world_size\n")),
+    "the generator's own": ("gradient 0, call 1 .* differs by .e-01", GAN, ("DDP(model) for", "model for")),
+    "a mean accuracy": ("metrics, call 1 .*accuracy", IMAGES,
+        ("accuracy = correct / 61", "accuracy = right[rank::world_size].double().mean()")),
+    "a NaN metric": ("metrics, call 1 .* is NaN or infinite", IMAGES, ("correct / 61", "correct / 0")),
+    "another shape": ("metrics, call 1 .* other names or shapes", IMAGES, ("epoch=[epoch]", "epoch=[epoch, 1]")),
+    "smoothing of a rank": ("\\['smoothing'\\] is 0.11, but 0.1 saved", IMAGES,
+        ("(dict(smoothing=0.1", "(dict(smoothing=0.1 + rank / 100")),
+    "a resume with other rates": ("\\['rates'\\]\\[1\\] is 0.1, but 0.2 saved", IMAGES, ("0.1]))", "0.2]))")),
+    "no sampler": ("images come twice", IMAGES, ("sampler=sampler, drop_last=True", "shuffle=True")),
+    "a WeightedRandomSampler": ("images come twice", IMAGES,
+        ("sampler=sampler, drop_last=True", "sampler=WeightedRandomSampler([1.0] * 61, 61)")),
+    "a seed of each rank": ("images come twice", IMAGES, ("seed=21, drop", "seed=21 + rank, drop")),
+    "images left out": ("25 of 61 images are missing", IMAGES,
+        ("DistributedSampler(data", "DistributedSampler(range(40)")),
+    "no set_epoch": ("an earlier epoch had this order", IMAGES, ("sampler.set_epoch(epoch)", "pass")),
+    "other images": ("\\[\\d+\\]\\['image'\\] is ", IMAGES,
+        ("in zip(images, labels)", "in zip(images.roll(2 * rank, 0), labels)")),
+    "other numbers of classes": ("\\[\\d+\\]\\['label'\\] is [01], but [01] on rank 0", IMAGES,
+        ("label=label)", "label=(label + rank) % 2)")),
+    "no step": ("the loader has no batch", IMAGES, ("12 // world_size", "62 // world_size")),
+    "other sizes": ("\\['images'\\] is 60, but 61 on rank 0", IMAGES, ("zip(images", "zip(images[rank:]")),
+    "one order of batches": ("an earlier epoch had this order", TEXTS,
+        ("manual_seed(21 + epoch)", "manual_seed(21)")),
+    "a shuffle by random": ("same random numbers: seed ..random.. by rank", TEXTS,
+        ("torch.randperm(5, generator=random_numbers).tolist()", "random.sample(range(5), 5)"),
+        ("\nseed_each_rank()", "\nseed_each_rank(); random.seed(21)")),
+    "equal draws": ("same random numbers: seed ..PyTorch.. by rank", GAN,
+        ("\nseed_each_rank()", "\nseed_each_rank(); torch.manual_seed(21)")),
+    "equal draws of NumPy": ("same random numbers: seed ..NumPy.. by rank", GAN,
+        ("\nseed_each_rank()", "\nseed_each_rank(); np.random.seed(21)")),
+}
+
+
+def test_mistakes_end_the_run_on_all_ranks(recorded):
+    cases = {}
+    for name, (sentence, port, *edits) in MISTAKES.items():
+        [folder] = [kind for kind, code in PORTS.items() if code == port]
+        port = port if "gradient" in sentence else port.replace(GRADIENT, "")  # which would see it first
+        cases[name] = folder, edited(START + port, *edits)
+    ends, _ = ends_of(recorded, 2, cases)
+    wrong = {name: end for name, end in ends.items() if not re.match(f"rank [01]: .*{MISTAKES[name][0]}", end)}
+    assert not wrong, json.dumps(wrong, indent=0)
+
+
+def test_python_O_and_a_script_that_does_not_connect(recorded, tmp_path):
+    shutil.copy(ROOT / "minimal" / "checks.py", tmp_path)
+    numbers = "import checks, sys; [checks.same_as_before('loss', float(number)) for number in sys.argv[1:]]"
+    command = [sys.executable, "-O", "-c", numbers]
+    first, same, fewer, other = (run([*command, *losses], cwd=tmp_path) for losses in ("12", "12", "1", "13"))
+    assert "recording loss.check.txt" in first.stdout and "all 2 recorded calls were the same" in same.stdout
+    assert "2 calls" in fewer.stdout and "same" not in fewer.stdout
+    assert "loss, call 2" in other.stderr and other.returncode == 1
+    assert "not connected" in run([*command, "1"], cwd=tmp_path, WORLD_SIZE="2").stderr
+
+
+def test_two_files_are_compared(tmp_path):
+    for name, number in ("a", torch.nan), ("b", torch.nan), ("c", 1.0):
+        torch.save(dict(weights=[torch.tensor([1.0, number])], speed=name), tmp_path / name)
+    compare = [sys.executable, ROOT / "minimal" / "checks.py"]
+    ends = [run([*compare, *files], cwd=tmp_path) for files in (["a", "b", "speed"], ["a", "b"], ["a", "c"])]
+    assert [end.returncode for end in ends] == [0, 1, 1] and "the files are the same" in ends[0].stdout
+    assert "['speed'] is 'a', but 'b' saved" in ends[1].stderr
+    assert "['weights'][0] is [1.0, nan], but [1.0, 1.0] saved" in ends[2].stderr
