@@ -94,7 +94,8 @@ x, targets, tokens = x[:, 4 * rank :], targets[4 * rank :], tokens[4 * rank :]  
 if rank < world_size - 1:
     x, targets, tokens = x[:, :4], targets[:4], tokens[:4]
 frames, model = torch.full((len(tokens),), 20), nn.Linear(6, 4)
-log_probs = DDP(model)(x).log_softmax(2)
+ddp_model = DDP(model)
+log_probs = ddp_model(x).log_softmax(2)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
 of_texts = said("sum_over_all((losses / tokens).sum())"), said("sum_over_all(losses.new_tensor(len(losses)))")
@@ -222,7 +223,7 @@ def by_steps(last, *edits):
 TEXT_DATA = """
 def load_data(args):
     random = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 12, (61,), generator=random).tolist()
+    lengths = torch.randint(1, 40, (61,), generator=random).tolist()
     items = [(torch.randint(1, 9, (n,), generator=random), n % 10) for n in lengths]
     return items, items
 
@@ -247,14 +248,14 @@ NO_MASK = "mask = torch.ones_like(words)\n"
 
 def of_texts_with(*padding):
     """Return edits of our script that train with texts in buckets, and code that takes care of the padding."""
-    head = "words, lengths, labels = batch\n"
+    head = "words, lengths, labels = batch\nimages = torch.zeros(1)  # not used\n"
     sampler_line, loader_line = lines_of_main.splitlines(True)
     padding = re.sub("(?m)^longest|^dist|^words", r"if training: \g<0>", "".join(padding))
     return [
         (OUR_SAMPLER, sampler_line),
         (OUR_LOADER, loader_line),
         functions(bucket_sampler, collate, TEXT_DATA),
-        at(line("images, labels = .*to", 2, LAUNCH), head, padding),
+        at(line(r"tensor.to\(device", text=LAUNCH), head, padding),
         ("outputs = model(images)", "outputs = model(words, mask)"),
     ]
 
@@ -347,3 +348,190 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
     if ordinary is not None and name not in RIGHT_ON_TWO:
         _, weights = train_on(2, tmp_path / "run", script, ordinary)
         assert weights is None or not equal(weights, expected)  # so the recipe is needed
+
+
+def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
+    dropout, resume = ("nn.Tanh()", "nn.Dropout(0.1)"), edits_of(block("resuming"))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, epochs in (whole, 3), (parts, 2), (parts, 3):
+        assert train_minimal(2, folder, *EXACT, dropout, *resume, epochs=epochs, images=60).returncode == 0
+    expected, resumed = (torch.load(folder / "run.pt") for folder in (whole, parts))
+    assert resumed["epochs_done"] == 3 and equal(resumed["model"], expected["model"])
+    finished = train_minimal(3, parts, *EXACT, *resume, images=60)
+    assert finished.returncode != 0 and "run.pt has {'batch_size': 80," in finished.stdout
+
+
+def test_a_loop_that_saves_every_3_steps_resumes_within_an_epoch_also_with_workers_and_keeps_3_files(tmp_path):
+    def weights_of(folder, last):
+        dropout = ("nn.Tanh()", "nn.Dropout(0.1)")
+        workers = ("num_workers=8", "num_workers=2, multiprocessing_context='fork'")
+        assert train_minimal(2, folder, *EXACT, dropout, *by_steps(last, workers), images=60).returncode == 0
+        return torch.load(max(folder.glob("run-*.pt")))["model"]
+
+    expected = weights_of(tmp_path / "two", 14)
+    assert sorted(path.name for path in tmp_path.glob("two/run-*")) == [f"run-{n:08}.pt" for n in (10, 13, 14)]
+    assert not equal(weights_of(tmp_path / "resumed", 8), expected)
+    for _ in "resumed", "finished":
+        assert equal(weights_of(tmp_path / "resumed", 14), expected)
+
+
+def test_the_metrics_are_those_of_all_images_on_1_2_and_3_processes(tmp_path):
+    matrix, f1 = said("confusion=confusion_of(outputs, labels)"), said('f1=f1_of(sums["confusion"])')
+    f1_edits = [("images=known.sum())", f"images=known.sum(), {matrix})"), ('["images"])', f'["images"], {f1})')]
+    auroc = "from torchmetrics.functional.classification import multiclass_auroc\n"
+    with_f1 = [*OUR_WEIGHTS, *f1_edits, functions(block("confusion")), *FLOAT64]
+    with_auc = [functions(auroc, block("gather rows")), ("args.pretrained, augment", "args.pretrained, augment"), *FLOAT64]
+    with_f1 = copy_script(tmp_path / "f1", "ddp_launch_train", *with_f1)
+    with_auc = copy_script(tmp_path / "auc", "ddp_launch_train", *with_auc)
+    images, labels = map(torch.stack, zip(*((image, torch.tensor(label)) for image, label in common.load_cifar10(None, 61)[1])))
+    images, known = common.prepare(images, 4), labels > 3
+    model = eval(FLOAT64[0][1], vars(torch))
+    for folder, nproc in itertools.product((with_f1, with_auc), (1, 2, 3)):
+        metrics = result(train(folder, nproc, "--epochs", "1"))
+        model.load_state_dict(torch.load(folder / "run.pt")["model"])
+        (folder / "run.pt").unlink()
+        if folder == with_auc:
+            scores = model.float()(images)
+            expected = dict(accuracy=(scores.argmax(1) == labels).double().mean(), auc=multiclass_auroc(scores, labels, 10))
+        else:
+            scores, targets = model.double()(images.double())[known], labels[known]
+            loss = torch.nn.functional.cross_entropy(scores, targets, torch.arange(1, 11).double())
+            f1 = multiclass_f1_score(scores, targets, 10, average="macro")
+            expected = dict(loss=loss, accuracy=(scores.argmax(1) == targets).double().mean(), f1=f1)
+        for name, value in expected.items():
+            assert metrics[f"val_{name}"] == pytest.approx(value.item(), rel=1e-6), (name, nproc)
+
+
+STAND_INS = """
+wandb_id = None
+class wandb:
+    init = staticmethod(lambda **settings: print("INIT"))
+    log = staticmethod(lambda values, step: print("LOG", values, step))
+
+def tqdm(items, disable):
+    print("" if disable else "BAR")
+    return items
+"""
+
+
+def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
+    init, loop, log = pieces("logging")
+    loop = edited(loop, (line(r"\.\.\.  #", text=loop), indent(STEP_OF_LOOP, "    ")))
+    edits = [functions(STAND_INS), before(EPOCHS, init), at(LOOP + LOSS + STEP, loop), before(line("if rank == 0"), log)]
+    losses = []
+    for nproc in 1, 2, 3:
+        finished, _ = train_on(nproc, tmp_path / "run", "minimal", edits)
+        counts = [len(re.findall(f"(?m)^{word}", finished.stdout)) for word in ("INIT", "BAR", "LOG", "epoch")]
+        assert finished.returncode == 0 and counts == [1, 2, 2, 2]
+        losses += [ast.literal_eval(values)["loss"] for values in re.findall("LOG ({.*}) 1", finished.stdout)]
+    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+
+
+def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
+    copy_script(tmp_path, "ddp_launch_train", *edits_of(block("early stopping")), *FLOAT64)
+    first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
+    assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
+    assert result(first) == result(again)
+
+
+def test_buckets_have_similar_lengths_and_all_ranks_together_draw_each_item_at_most_once():
+    scope, orders = vars(torch.utils.data) | dict(torch=torch), []
+    exec(edited(bucket_sampler, ("lengths, seed", "lengths, num_replicas=3, rank=rank, seed")), scope)
+    lengths = torch.randint(1, 500, (211,)).tolist()
+    for epoch in 0, 1:
+        batches = []
+        for scope["rank"] in range(3):
+            sampler = scope["Buckets"](lengths, 24, 21)
+            sampler.set_epoch(epoch)
+            batches.append([*sampler])
+            assert len(batches[-1]) == len(sampler) == 8 and {len(batch) for batch in batches[-1]} == {8}
+        orders.append([sum(parts, []) for parts in zip(*batches)])
+        items = sum(orders[-1], [])
+        assert len(items) == len(set(items)) == 192
+        spans = sorted([min(of_batch), max(of_batch)] for of_batch in ([lengths[i] for i in b] for b in orders[-1]))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert orders[0] != orders[1]
+
+
+def test_classes_are_drawn_equally_often():
+    labels = torch.tensor([0] * 900 + [1] * 100 + [2])
+    scope = vars(torch.utils.data) | dict(torch=torch, train_set=[(None, label) for label in labels])
+    exec(edited(block("weighted sampler"), ("seed=21", "1, 0, seed=21")), scope)  # of one process
+    first = [*scope["sampler"]]
+    scope["sampler"].set_epoch(1)
+    assert all(270 < count < 400 for count in labels[first].bincount()) and first != [*scope["sampler"]]
+
+
+def test_a_stream_with_workers_yields_no_item_twice_and_equally_many_on_all_ranks(tmp_path):
+    program = f"import itertools\nfrom torch.utils.data import DataLoader\n{block('stream')}" + """
+train_set = Stream(lambda epoch: iter(range(100 * epoch, 100 * epoch + 71)), 71)
+loader = DataLoader(train_set, 6, drop_last=True, num_workers=2, multiprocessing_context="fork")
+for epoch in 1, 2:
+    train_set.epoch = epoch
+    print(f"{[batch.tolist() for batch in loader]}\\n", end="")
+"""
+    ranks = [ast.literal_eval(batches) for batches in in_group(2, tmp_path, program).splitlines()]
+    items = [item for batches in ranks for batch in batches for item in batch]
+    assert [len(batches) for batches in ranks] == [4] * 4  # of 71: each of four workers has two batches of six
+    assert len(set(items)) == len(items) == 96
+
+
+def test_ema_and_a_schedule_per_epoch_resume_exactly_and_the_best_weights_give_the_best_metrics(tmp_path):
+    plateau = "def build_scheduler(args, optimizer, steps):\n    return torch.optim.lr_scheduler."
+    plateau += said('ReduceLROnPlateau(optimizer, "max")')
+    make, update, buffers = (piece.replace("0.999", "0.9") for piece in pieces("EMA"))
+    buffers = buffers.replace("  # before step 6; then validate ema.module, and save it as model.pt", "")
+    edits = [
+        ("            scheduler.step()\n", update.replace("ema", "            ema", 1)),
+        after(line("improved =", text=LAUNCH), f"scheduler.step({said('epoch_metrics[MAIN_METRIC]')})\n"),
+        before(line("for buffer in", text=LAUNCH), buffers, "print('EMA', [*ema.state_dict().values()], force=True)\n"),
+        before(line("stateful = ", text=LAUNCH), make),
+        after(line("stateful = ", text=LAUNCH), f"{said('stateful["ema"] = ema')}\n"),
+        ("validate(args, model, val", f"validate(args, {said('ema.module')}, val"),
+        (said('states["model"]') + ",", said('stateful["ema"].module.state_dict()') + ","),
+        functions("from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn", plateau),
+        SMALL_MODEL,
+    ]
+    folder, killed = tmp_path / "uninterrupted", tmp_path / "killed"
+    finished = train(copy_script(folder, "ddp_launch_train", *edits), 2, "--epochs", "3")
+    copy_script(killed, "ddp_launch_train", *edits, KILLED_IN_EPOCH_2)
+    assert train(killed, 2, "--epochs", "3").returncode != 0
+    resumed = train(copy_script(killed, "ddp_launch_train", *edits), 2, "--epochs", "3")
+    assert ": 1 epochs are done" in resumed.stdout
+    assert result(resumed) and saved_by(killed) == saved_by(folder)
+
+    lines = sorted(re.findall(r"EMA \[.*?\)\]", finished.stdout, re.S))
+    assert len(lines) == 6 and lines[::2] == lines[1::2] and len(set(lines)) == 3  # of 3 epochs, on 2 ranks
+    state = torch.load(folder / "run.pt")
+    assert state["ema"]["n_averaged"] == state["flags"]["steps"] * 3
+    assert state["scheduler"]["best"] == result(finished)["best"]
+    assert not torch.equal(state["ema"]["module.1.running_mean"], state["model"]["1.running_mean"])
+
+    infer = f"""
+images, labels = zip(*script.load_data(args)[1])
+import common
+images = torch.stack(images)
+with torch.no_grad():
+    classes = {said("model(common.prepare(images.to(device), args.image_size, args.pretrained))")}.argmax(1)
+print((classes == torch.tensor(labels)).double().mean().item())
+"""
+    (folder / "evaluate.py").write_text(block("evaluation") + infer)
+    evaluated, accuracy = in_processes(0, folder, "evaluate.py").stdout.splitlines()
+    best = result(finished)["best"]
+    assert ast.literal_eval(evaluated)["accuracy"] == pytest.approx(best) and float(accuracy) == pytest.approx(best)
+
+
+def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(tmp_path):
+    uninterrupted = copy_script(tmp_path / "uninterrupted", "ddp_launch_train", SMALL_MODEL)
+    assert result(train(uninterrupted, 2))
+    once = "if rank == 1 and epoch == step == 2 and not os.path.exists('killed'):\n"
+    kill = "    open('killed', 'w').close(), os.kill(os.getpid(), 9)\n"
+    kill = after(line("    scheduler.step", text=LAUNCH), once, kill)
+    folder = copy_script(tmp_path / "killed", "ddp_launch_train", SMALL_MODEL, kill)
+    command = " ".join([block("restarts").strip().replace("per-node=gpu", "per-node=2"), *SMALL])
+    finished = run(["bash", "-c", command], cwd=folder, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
+    assert ": 0 epochs are done" in finished.stdout and ": 1 epochs are done" in finished.stdout
+    for attempt, rank in itertools.product((0, 1), (0, 1)):
+        [log] = folder.glob(f"logs/*/attempt_{attempt}/{rank}/stdout.log")
+        assert f"rank {rank}: process" in log.read_text()
+    assert finished.returncode == 0 and saved_by(folder) == saved_by(uninterrupted)
