@@ -164,7 +164,7 @@ STEP_OF_LOOP = dedent(LOSS + STEP)
 # The labels 0 to 3 are ignored, and the others have different weights.
 OURS_LABELLED = after(line(r"tensor.to\(device", text=LAUNCH), "labels = labels.where(labels > 3, -100)\n")
 WEIGHTS = "torch.arange(1, 11).double()"
-DIFF_OF_WEIGHTS = edits_of(block("weights in our scripts").replace("torch.ones(10, device=device)", WEIGHTS))
+DIFF_OF_WEIGHTS = edits_of(block("our weights").replace("torch.ones(10, device=device)", WEIGHTS))
 OUR_WEIGHTS = [OURS_LABELLED, functions(block("sum over all")), *DIFF_OF_WEIGHTS]
 ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), labels, {WEIGHTS})")
 
