@@ -105,6 +105,15 @@ ordinary = "of_all = advantages\n"
 NORMALISE = "advantages = (advantages - of_all.mean()) / (of_all.std() + 1e-8)\n"
 POLICY = "loss = -(advantages * ddp_model(images)[:, 0]).mean()\n"
 of_all_ranks = f"of_all = {said('gather(advantages)')}\n"
+GROUPS = f"{PIXELS}parts = list(zip(images.split(1), labels.split(1)))\n"
+of_weights = "class_weights[labels.clamp(min=0)] * (labels != -100)"
+groups = f"""weights = {of_weights}
+total = {said('sum_over_all(weights.sum())')}
+for number, (images, labels) in enumerate(parts, 1):
+    with contextlib.nullcontext() if number == len(parts) else ddp_model.no_sync():
+        loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights, reduction="sum")
+        (sum_over_all(loss) / total).backward()
+"""
 METHODS = f"""
 class Model(nn.Linear):
     def {said('forward(self, method, *inputs)')}:
@@ -121,13 +130,14 @@ of_all_boxes = f"loss = {said('sum_over_all(loss * count.clamp(min=1)) / sum_ove
 LOSSES = {
     "class weights, gathered": (PIXELS, WEIGHTED, gathered),
     "class weights and smoothing, by sums": (PIXELS, SMOOTHED, block("by sums")),
+    "two sums of a batch in parts": (GROUPS, WEIGHTED, groups),
     "two views": (VIEWS, views + CONTRAST, gathered_views + CONTRAST),
     "CTC": (TEXTS, CTC, ctc),
     "advantages": (ADVANTAGES, ordinary + NORMALISE + POLICY, of_all_ranks + NORMALISE + POLICY),
     "methods": (METHODS, "loss = model.training_loss(images)", f"loss = {said('ddp_model("training_loss", images)')}"),
     "boxes": (BOXES, boxes, boxes + of_all_boxes),
 }
-LOCAL = ["advantages", "methods"]  # each rank's loss is that of its own images
+LOCAL = ["advantages", "methods", "two sums of a batch in parts"]  # each rank's loss is that of its own images
 
 
 def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
@@ -189,6 +199,10 @@ OF_ONE = [at(WRAPPED, "ddp_model = model\n"), after(set_epoch, "model[1].require
 
 wrap, gan = pieces("GAN")
 gan = gan.replace("torch.randn(len(images), 64, device=device)", "nn.functional.pad(images.flatten(1), (0, 16))")
+for update in "optimizer_d", "optimizer":
+    loss = "loss_d" if update == "optimizer_d" else "loss"
+    of_update = f"{update}.zero_grad()\n{loss}.backward()\n{update}.step()\n"
+    gan = edited(gan, (line(rf"\.\.\.  # {update}:", text=gan), of_update))
 two_models = """generator = nn.Sequential(nn.Linear(64, 48), nn.Unflatten(1, (3, 4, 4)))
 discriminator = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 1))
 model = nn.Sequential(generator, discriminator).to(device)
@@ -223,10 +237,11 @@ def by_steps(last, *edits):
 TEXT_DATA = """
 def load_data(args):
     random = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 40, (61,), generator=random).tolist()
-    items = [(torch.randint(1, 9, (n,), generator=random), n % 10) for n in lengths]
+    texts = [torch.randint(1, 9, (n,), generator=random) for n in torch.randint(2, 40, (61,), generator=random)]
+    items = [({}) for words in texts]
     return items, items
-
+"""
+NET_OF_TEXTS = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -254,13 +269,15 @@ def of_texts_with(*padding):
     return [
         (OUR_SAMPLER, sampler_line),
         (OUR_LOADER, loader_line),
-        functions(bucket_sampler, collate, TEXT_DATA),
+        functions(bucket_sampler, collate, TEXT_DATA.format("words, len(words) % 10"), NET_OF_TEXTS),
         at(line(r"tensor.to\(device", text=LAUNCH), head, padding),
         ("outputs = model(images)", "outputs = model(words, mask)"),
     ]
 
 
+# The interface of transformers and peft that the page uses. (With these libraries, it was tried by hand.)
 HUB = """
+from types import SimpleNamespace
 import torch
 from torch import nn
 
@@ -271,8 +288,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, input_ids, labels):
         logits = self.out(self.words(input_ids).cumsum(1).tanh())
-        self.logits, self.loss = logits, nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
-        return self
+        return SimpleNamespace(logits=logits, loss=nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:]))
 
 class AutoTokenizer:
     eos_token = "</s>"
@@ -283,23 +299,18 @@ class AutoModelForCausalLM:
 
 def DataCollatorForLanguageModeling(tokenizer, mlm):
     assert tokenizer.pad_token == "</s>" and not mlm
-    return lambda items: {name: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True, value)
-                          for name, value in dict(input_ids=0, labels=-100).items()}
+    pad = lambda items, value: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True, value)
+    return lambda items: dict(input_ids=pad(items, 0), labels=pad(items, -100))
+
+def get_peft_model(model, config):
+    model.words.requires_grad_(False)  # `out` is the adapter
+    return model
 
 LoraConfig = dict
-def get_peft_model(model, config):
-    model.words.requires_grad_(False)  # the adapter is `out`
-    return model
 """
-OUR_HUB = [functions(
-    block("sum over all"),
-    "from hub import *",
-    edited(block("hugging face"), ("logits.mT.float()", "logits.mT")),
-    TEXT_DATA.split("class Net")[0].replace("(torch.randint(1, 9, (n,), generator=random), n % 10)",
-                                            "dict(input_ids=torch.randint(1, 9, (n + 1,), generator=random))"),
-    f"{said('MAIN_METRIC = "val_score"')}",
-)]
-own_loss = ("return sum_over_all(loss) / sum_over_all(tokens) if training else loss, sums", "return model(**batch).loss, sums")
+hub = edited(block("hugging face"), ("logits.mT.float()", "logits.mT"))
+own_loss = ("sum_over_all(loss) / sum_over_all(tokens) if training else loss", "model(**batch).loss")
+OF_HUB = ["from hub import *", block("sum over all"), TEXT_DATA.format("dict(input_ids=words)")]
 
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
@@ -315,7 +326,7 @@ SAME = {
     "GAN": ("minimal", [*OF_GAN, at(WRAPPED, wrap.replace("DDP(", "("))], [*OF_GAN, at(WRAPPED, wrap)]),
     "masks": ("ddp_launch_train", None, of_texts_with(mask)),
     "equal lengths": ("ddp_launch_train", of_texts_with(NO_MASK), of_texts_with(longest, NO_MASK)),
-    "Hugging Face": ("ddp_launch_train", [(old, edited(new, own_loss)) for old, new in OUR_HUB], OUR_HUB),
+    "Hugging Face": ("ddp_launch_train", [functions(*OF_HUB, edited(hub, own_loss))], [functions(*OF_HUB, hub)]),
 }
 # The ordinary code is right on two processes, too:
 RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches"]
