@@ -5,6 +5,7 @@ import json
 import torch
 from conftest import SMALL, in_group, in_processes, train
 from editing import FLOAT64, SMALL_MODEL, copy_script
+from pages import block
 
 # Edits of ddp_launch_train.py: what is replaced, and by what.
 CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
@@ -106,7 +107,6 @@ def test_different_weights_end_the_run_on_all_ranks_and_are_not_saved_and_equal_
     (tmp_path / "program.py").write_text(PROGRAM)
     assert in_processes(2, copy_script(tmp_path, "dp_train"), "program.py").returncode == 0
     ends_of_ranks = [json.loads((tmp_path / f"ends{rank}.json").read_text()) for rank in (0, 1)]
-    assert len(ends_of_ranks[0]) == len(DIFFERENT | EQUAL)
     for case in DIFFERENT | EQUAL:
         epoch = 2 if "else" in case or "unfrozen" in case else 1  # the first after which they differ
         expected, saved = f"after epoch {epoch}, the weights of the processes differ: ", epoch == 2
@@ -136,7 +136,6 @@ import numpy as np
 class Noise(list):
     def __getitem__(self, index):
         return super().__getitem__(index)()
-
 draws = dict(numpy=np.random.rand, random=random.random, torch=lambda: torch.rand(1).item())
 draws["own"] = np.random.default_rng(21).random
 
@@ -144,7 +143,6 @@ def different(name, **options):  # returns how many of the 16 numbers that both 
     options["multiprocessing_context"], of_all = "fork" if options else None, [None] * world_size
     dist.all_gather_object(of_all, list(torch.utils.data.DataLoader(Noise([draws[name]] * 8), None, **options)))
     return len(set(sum(of_all, [])))
-
 random.seed(21), np.random.seed(21), torch.manual_seed(21 + rank)
 assert [different(name) for name in ("numpy", "random", "own", "torch")] == [8, 8, 8, 16]
 random.seed(21 + rank), np.random.seed(21 + rank)
@@ -165,7 +163,6 @@ class Stream(torch.utils.data.IterableDataset):
     __iter__ = lambda self: iter(range(12))
 class BatchNormAct(nn.BatchNorm1d):
     forward = lambda self, images: super(BatchNormAct, self).forward(images).relu()
-
 assert list(DataLoader(Stream(), None)) == [*range(12)]  # on each rank
 drawn = [*itertools.islice(itertools.cycle(DataLoader(range(12), shuffle=True)), 24)]
 assert drawn[:12] == drawn[12:]
@@ -179,7 +176,10 @@ metric, labels = BinaryAUROC(), images[:, 0] > images[:, 1]
 metric.update(images[rank::2, 0].sigmoid(), labels[rank::2].long())
 assert metric.compute() == BinaryAUROC(sync_on_compute=False)(images[:, 0].sigmoid(), labels.long())
 """
-ANSWERS = """
+ANSWERS = f"""
+from filelock import FileLock
+prepare_data = lambda: open("prepared", "x")  # fails if a second rank calls it
+{block("prepare")}
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 alone, model = nn.Linear(6, 1), nn.Linear(6, 1)
 ddp_model = DDP(model)
