@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04
 
 The default, torch.amp with GradScaler, is for GPUs without bfloat16 (before Ampere). On newer ones, bfloat16 needs
-no GradScaler: use ddp_launch_train.py. (Compiled, it is as fast. Eager, float16 was 1.1 to 1.3 times as fast.)
+no GradScaler: use ddp_launch_train.py. (This ResNet was 1.1 to 1.3 times as fast in float16, but not compiled.)
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it
@@ -148,7 +148,7 @@ def main(args):
         epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(all_reduced(train_sums)).items()}
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
-        # [DDP 7/9] A safeguard, no part of the technique: if the weights have gone apart, end before saving them.
+        # [DDP 7/9] A safeguard, no part of DDP: if the weights have drifted apart, the run ends before saving them.
         if weights_differ(optimizer, device):
             causes = "was model(...) called in place of ddp_model(...)? TROUBLESHOOTING.md has other causes"
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
@@ -177,7 +177,7 @@ def main(args):
             save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)
         if epoch == epochs_done + 1:  # everything is compiled now
             gc.collect()
-            gc.freeze()  # otherwise, Python's garbage collector stops a process now and then, and the others wait
+            gc.freeze()  # otherwise, Python's garbage collector stops the process for up to a second now and then
 
     result = dict(metrics, batch_size=args.batch_size, gpus=world_size if cuda else 0, world_size=world_size)
     result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
@@ -341,7 +341,7 @@ def parse_args(argv=None):
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
-    add("--clip-grad", type=float, help="clip the averaged gradients to this norm (default: do not)")
+    add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--backend", choices=["torch", "apex"], default="torch", help="torch.amp or NVIDIA Apex (default: torch)")
     add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="how much is float16 (default: O1)")
     add("--seed", type=int, default=21, help="default: 21")

@@ -114,7 +114,7 @@ def main(args):
         epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(all_reduced(train_sums)).items()}
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
-        # [DDP 7/9] A safeguard, no part of the technique: if the weights have gone apart, end before saving them.
+        # [DDP 7/9] A safeguard, no part of DDP: if the weights have drifted apart, the run ends before saving them.
         if weights_differ(optimizer, device):
             causes = "was model(...) called in place of ddp_model(...)? TROUBLESHOOTING.md has other causes"
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
@@ -138,7 +138,7 @@ def main(args):
             save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)
         if epoch == epochs_done + 1:  # everything is compiled now
             gc.collect()
-            gc.freeze()  # otherwise, Python's garbage collector stops a process now and then, and the others wait
+            gc.freeze()  # otherwise, Python's garbage collector stops the process for up to a second now and then
 
     result = dict(metrics, batch_size=args.batch_size, gpus=world_size if cuda else 0, world_size=world_size)
     result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
@@ -282,7 +282,7 @@ def parse_args(argv=None):
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
-    add("--clip-grad", type=float, help="clip the averaged gradients to this norm (default: do not)")
+    add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)

@@ -93,7 +93,7 @@ def main(args):
             save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)
         if epoch == epochs_done + 1:  # everything is compiled now
             gc.collect()
-            gc.freeze()  # otherwise, Python's garbage collector stops a process now and then, and the others wait
+            gc.freeze()  # otherwise, Python's garbage collector stops the process for up to a second now and then
 
     result = dict(metrics, batch_size=args.batch_size, gpus=gpus, world_size=1)
     result["peak_mib"] = torch.cuda.max_memory_allocated() // 2**20  # of the first GPU
@@ -216,7 +216,7 @@ def parse_args(argv=None):
     add("--precision", choices=["fp32", "bf16"], default=best, help="fp32 may use TF32 (default: %(default)s)")
     add("--compile", action="store_true", help="compile the model with torch.compile")
     add("--workers", type=int, default=0, help="worker processes of each DataLoader (default: 0)")
-    add("--clip-grad", type=float, help="clip the averaged gradients to this norm (default: do not)")
+    add("--clip-grad", type=float, help="clip the gradients to this norm (default: do not)")
     add("--seed", type=int, default=21, help="default: 21")
     add("--checkpoint", type=os.path.expanduser, metavar="FILE", help="save and resume; best weights: FILE.best")
     args = parser.parse_args(argv)
