@@ -148,7 +148,7 @@ def main(args):
         epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(all_reduced(train_sums)).items()}
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
-        # [DDP 7/9] A safeguard, no part of DDP: if the weights have drifted apart, the run ends before saving them.
+        # [DDP 7/9] A safeguard, not part of DDP: if the weights have drifted apart, the run ends before it saves.
         if weights_differ(optimizer, device):
             causes = "was model(...) called in place of ddp_model(...)? TROUBLESHOOTING.md has other causes"
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
@@ -193,9 +193,9 @@ collate = None  # or a function that makes a batch of a list of items, such as o
 def load_data(args):
     """Return the training and the validation set. Here, their items are (image, label).
 
-    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset. Other
-    items are for `collate` and compute_loss() alone. To choose which of them form a batch, edit `train_loader` in
-    main() ("Variable lengths" in RECIPES.md). Open files in __getitem__, as forked workers share their position.
+    An image is uint8 (height, width, 3), or float (3, height, width) as the dataset has prepared it. If there are
+    masks, use floats: compute_loss() augments the image alone. Other items are for `collate` and compute_loss(). For
+    batches of similar lengths, see RECIPES.md. Open files in __getitem__, since forked workers share a position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 

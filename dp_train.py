@@ -116,9 +116,9 @@ collate = None  # or a function that makes a batch of a list of items, such as o
 def load_data(args):
     """Return the training and the validation set. Here, their items are (image, label).
 
-    An image is uint8 (height, width, 3), or float (3, height, width), prepared for the model by the dataset. Other
-    items are for `collate` and compute_loss() alone. To choose which of them form a batch, edit `train_loader` in
-    main() ("Variable lengths" in RECIPES.md). Open files in __getitem__, as forked workers share their position.
+    An image is uint8 (height, width, 3), or float (3, height, width) as the dataset has prepared it. If there are
+    masks, use floats: compute_loss() augments the image alone. Other items are for `collate` and compute_loss(). For
+    batches of similar lengths, see RECIPES.md. Open files in __getitem__, since forked workers share a position.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
