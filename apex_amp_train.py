@@ -42,19 +42,19 @@ import common
 
 @record  # if an exception ends this process, torchrun's summary shows its traceback
 def main(args):
-    # [DDP 1/9] torchrun starts this script once per GPU and tells each process which one it is.
+    # [DDP 1/7] torchrun starts this script once per GPU and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all processes
     local_rank = int(os.environ["LOCAL_RANK"])  # index of this process on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
     common.setup_for_distributed(rank == 0)  # from here on, print() prints on rank 0 only, unless force=True
 
-    # [DDP 2/9] Each process uses its own GPU. set_device makes it the default, in place of GPU 0.
+    # [DDP 2/7] Each process uses its own GPU. set_device makes it the default, in place of GPU 0.
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
 
-    # [DDP 3/9] Connect the processes, with NCCL on GPUs and gloo on CPUs. If one stops responding, the others wait
+    # It connects to the others, with NCCL on GPUs and gloo on CPUs. If a process stops responding, the others wait
     # for ten minutes. Then NCCL aborts them, and no `try` can catch that. (gloo raises an error after thirty.)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
@@ -64,7 +64,7 @@ def main(args):
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
-    # [DDP 4/9] In each epoch, DistributedSampler shuffles the images and deals them out. Each process trains on
+    # [DDP 3/7] In each epoch, DistributedSampler shuffles the images and deals them out. Each process trains on
     # its own share, in batches of batch_size / world_size. (drop_last: all shares and batches are equally large.)
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))  # the sampler would repeat some images
@@ -101,11 +101,11 @@ def main(args):
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
     epochs_done, metrics = load_checkpoint(args.checkpoint, flags, stateful)
 
-    # [DDP 5/9] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights: train
+    # [DDP 4/7] Wrap the model, after all changes to its layers. `ddp_model` and `model` share their weights: train
     # with `ddp_model`, which averages the gradients, and use `model` for everything else.
     ddp_model = DDP(model)  # needs no device_ids, since the inputs are on this process's GPU as well
     # By default, DDP also copies rank 0's buffers (BatchNorm's statistics) to all processes before each step.
-    # [DDP 8/9] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
+    # [DDP 6/7] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
         # Compile in one piece, which was faster on two GPUs. DDP then averages the gradients after backward().
@@ -114,7 +114,7 @@ def main(args):
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
     for epoch in range(epochs_done + 1, args.epochs + 1):
-        # [DDP 6/9] Shuffle differently in each epoch. Augment with other random numbers in each epoch and process.
+        # [DDP 5/7] Shuffle differently in each epoch. Augment with other random numbers in each epoch and process.
         sampler.set_epoch(epoch)
         common.seed_everything(args.seed, epoch, rank)
 
@@ -148,12 +148,12 @@ def main(args):
         epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(all_reduced(train_sums)).items()}
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
-        # [DDP 7/9] A safeguard, not part of DDP: if the weights have drifted apart, the run ends before it saves.
+        # A safeguard, not part of DDP: if the weights have drifted apart, the run ends before it saves.
         if weights_differ(optimizer, device):
             causes = "was model(...) called in place of ddp_model(...)? TROUBLESHOOTING.md has other causes"
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
 
-        # [DDP 8/9] Each process validates its own share of the images, and all_reduced() adds up their sums. Use
+        # [DDP 6/7] Each process validates its own share of the images, and all_reduced() adds up their sums. Use
         # `model` here: `ddp_model` can communicate, and would hang if one process has more batches than another.
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
@@ -172,7 +172,7 @@ def main(args):
         if scale < 1e-3:
             raise SystemExit("the loss scale is near 0: the gradients are NaN or infinite in each step")
 
-        # [DDP 9/9] Only rank 0 saves. It saves `model`: `ddp_model`'s names of the weights begin with "module."
+        # [DDP 7/7] Only rank 0 saves. It saves `model`: `ddp_model`'s names of the weights begin with "module."
         if args.checkpoint and rank == 0:
             save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)
         if epoch == epochs_done + 1:  # everything is compiled now
@@ -194,8 +194,8 @@ def load_data(args):
     """Return the training and the validation set. Here, their items are (image, label).
 
     An image is uint8 (height, width, 3), or float (3, height, width) as the dataset has prepared it. If there are
-    masks, use floats: compute_loss() augments the image alone. Other items are for `collate` and compute_loss(). For
-    batches of similar lengths, see RECIPES.md. Open files in __getitem__, since forked workers share a position.
+    masks, use floats: compute_loss() augments the image alone. Other items are for `collate` and compute_loss().
+    For batches of equal lengths, see RECIPES.md. Open files in __getitem__, since forked workers share positions.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 

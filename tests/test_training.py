@@ -162,7 +162,7 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
 
 @pytest.mark.parametrize("script", ["ddp_launch_train", "apex_amp_train"])
 def test_on_three_machines_without_a_shared_disk_rank_0_alone_reads_and_saves_the_checkpoint(script, tmp_path):
-    line = "    # [DDP 2/9]"
+    line = "    # [DDP 2/7]"
     own_folder = "    os.makedirs(f'machine {rank}', exist_ok=True)\n    os.chdir(f'machine {rank}')\n"
     for nproc, edits in (2, [KILLED_IN_EPOCH_2]), (3, []):  # The resumed run has one more machine.
         count = ("dict(loss=sums", "dict(seen=sums['images'], loss=sums")

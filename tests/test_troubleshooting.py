@@ -9,7 +9,7 @@ from pages import block
 
 # Edits of ddp_launch_train.py: what is replaced, and by what.
 CALL, BACKWARD, STEP = "(args, ddp_model, batch", "loss.backward()", "optimizer.step()"
-WRAP, WRAPPED, EPOCH = "    # [DDP 5/9]", "    ddp_model.broadcast_buffers = False", "        ddp_model.train()"
+WRAP, WRAPPED, EPOCH = "    # [DDP 4/7]", "    ddp_model.broadcast_buffers = False", "        ddp_model.train()"
 SAVE = "            save_checkpoint(args.checkpoint, flags, stateful, epoch, metrics, improved)"
 WEIGHTS, OPTIMIZER = "model.parameters()", "    return torch.optim.SGD(model.parameters()"
 # With a tiny learning rate, sums of absolute weights stay equal up to 3e-7, as some weights grow and some shrink.
