@@ -2,9 +2,8 @@
 
     python dp_train.py        # on one GPU, an ordinary training loop
 
-In each forward pass, nn.DataParallel copies the model from GPU 0 to all GPUs, gives each replica a part of the
-batch, and gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all
-replicas on GPU 0. BatchNorm normalises each part by itself, and keeps the statistics of GPU 0's part only.
+In each step, nn.DataParallel copies the model from GPU 0 to all GPUs, gives each replica a part of the batch, and
+gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all replicas there.
 """
 
 import gc
@@ -39,8 +38,7 @@ def main(args):
     val_loader = DataLoader(val_set, args.batch_size, **options)
     steps = len(train_loader)  # per epoch
 
-    # [DP 1/3] Put the model on GPU 0: DataParallel copies it from there.
-    model = build_model(args).to(device)
+    model = build_model(args).to(device)  # [DP 1/3] Put the model on GPU 0, from where DataParallel copies it.
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
