@@ -38,7 +38,7 @@ def main(args):
     val_loader = DataLoader(val_set, args.batch_size, **options)
     steps = len(train_loader)  # per epoch
 
-    model = build_model(args).to(device)  # [DP 1/3] Put the model on GPU 0, from where DataParallel copies it.
+    model = build_model(args).to(device)  # [DP 1/3] on GPU 0, from where DataParallel copies it
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer, args.epochs * steps)
     stateful = dict(model=model, optimizer=optimizer, scheduler=scheduler)  # all that changes in training
