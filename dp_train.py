@@ -3,7 +3,7 @@
     python dp_train.py        # on one GPU, an ordinary training loop
 
 In each step, nn.DataParallel copies the model from GPU 0 to all GPUs, gives each replica a part of the batch, and
-gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the gradients of all replicas there.
+gathers the outputs on GPU 0, where the loss is computed. The backward pass sums the replicas' gradients there.
 """
 
 import gc
