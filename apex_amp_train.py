@@ -93,9 +93,9 @@ def main(args):
     flags = json.loads(json.dumps(flags, default=str))  # plain values, which torch.load() trusts
     of_all = [None] * world_size
     dist.all_gather_object(of_all, flags)  # each process may have been started with flags of its own
-    for name in [name for name in flags if name not in MAY_DIFFER]:
-        if any(other[name] != flags[name] for other in of_all):
-            raise SystemExit(f"the processes must have the same {name}: {[other[name] for other in of_all]!s:.99}")
+    for name in [name for name in flags if name not in ("data_dir", "workers", "checkpoint")]:
+        if any(other.get(name) != flags[name] for other in of_all):
+            raise SystemExit(f"the processes need the same {name}: {[other.get(name) for other in of_all]!s:.99}")
     if args.checkpoint and rank == 0:
         lock = FileLock(f"{args.checkpoint}.lock")  # makes the folder, too
         lock.acquire(timeout=30)  # held until the end: a second run on this checkpoint fails after 30 s
@@ -108,7 +108,7 @@ def main(args):
     # [DDP 6/7] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
-        # Compile in one piece, which was faster on two GPUs. DDP then averages the gradients after backward().
+        # Compile in one piece, which was faster on two GPUs. DDP then averages at the end of backward().
         torch._dynamo.config.optimize_ddp = False
         ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # also saves work of the CPU
 
@@ -245,7 +245,6 @@ def metrics_from(sums):
 
 
 # ------------------------------------------------------------ Validation, checkpoints and flags
-MAY_DIFFER = {"data_dir", "precision", "compile", "workers", "checkpoint"}  # between processes, and after a resume
 
 
 @torch.no_grad()
@@ -319,8 +318,9 @@ def load_checkpoint(path, flags, stateful):
     checkpoint = objects[0]
     if checkpoint is None:
         return 0, dict(best=-math.inf)
+    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
-        if name not in MAY_DIFFER and saved != flags.get(name):
+        if name not in may_change and saved != flags.get(name):
             raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

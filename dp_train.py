@@ -158,7 +158,6 @@ def metrics_from(sums):
 
 
 # ------------------------------------------------------------ Validation, checkpoints and flags
-MAY_DIFFER = {"data_dir", "precision", "compile", "workers", "checkpoint"}  # between processes, and after a resume
 
 
 @torch.no_grad()
@@ -191,8 +190,9 @@ def load_checkpoint(path, flags, stateful):
     checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path and os.path.exists(path) else None
     if checkpoint is None:
         return 0, dict(best=-math.inf)
+    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
     for name, saved in checkpoint["flags"].items():
-        if name not in MAY_DIFFER and saved != flags.get(name):
+        if name not in may_change and saved != flags.get(name):
             raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

@@ -143,7 +143,7 @@ DIFFERENT = {
 def test_different_settings_of_the_processes_or_another_order_after_a_resume_end_the_run(script, tmp_path):
     for difference, edit in DIFFERENT.items():
         finished = train(copy_script(tmp_path, script, SMALL_MODEL, edit), 2, script=script)
-        assert finished.returncode != 0 and f"the processes must have the same {difference}" in finished.stdout
+        assert finished.returncode != 0 and f"the processes need the same {difference}" in finished.stdout
     train(copy_script(tmp_path, script, SMALL_MODEL), 2, "--epochs", "1", script=script)
     copy_script(tmp_path, script, SMALL_MODEL, ("torch.optim.SGD(model.parameters(), lr", ORDER.format(-1)))
     assert "run.pt has weight_order=[[16, " in train(tmp_path, 2, "--epochs", "1", script=script).stdout
