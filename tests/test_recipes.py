@@ -87,7 +87,7 @@ SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
 PARTS = f"""{PIXELS}
 weights, parts = class_weights[labels.clamp(min=0)] * (labels != -100), list(zip(images.split(1), labels.split(1)))
 """
-in_parts = f"""total = {said("sum_over_all(weights.sum())")}
+in_parts = f"""{said("total = sum_over_all(weights.sum())")}
 for number, (images, labels) in enumerate(parts, 1):
     with contextlib.nullcontext() if number == len(parts) else ddp_model.no_sync():
         loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights, reduction="sum")
