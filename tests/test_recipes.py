@@ -36,17 +36,13 @@ def said(code):
     return code
 
 
-# The scripts that a diff fits. Other diffs fit all scripts with DDP.
-FITS = {"apex ddp": SCRIPTS[3:]}
-
-
 def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_each_recipe(tmp_path):
     blocks = re.findall(r"<!-- test: (.*?) -->\n```(\w+)\n", PAGE)
     tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
     assert len(blocks) == len(dict(blocks)) == PAGE.count("\n```") / 2
     assert all(re.search(f"""["']{name}["']""", tests) for name, _ in blocks)
     for name in [name for name, language in blocks if language == "diff" and name != "resuming"]:
-        for script in FITS.get(name, SCRIPTS[1:]):
+        for script in SCRIPTS[3:] if name == "apex ddp" else SCRIPTS[1:]:
             folder = copy_script(tmp_path, script, *edits_of(block(name)))
             compile((folder / f"{script}.py").read_text(), script, "exec")
     titles = re.findall("(?m)^## (.*)", PAGE)
@@ -106,9 +102,6 @@ ddp_model = DDP(model)
 log_probs = ddp_model(x).log_softmax(2)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-BOXES = f"{ROWS}matched = torch.arange(12)[mine] % 2 == 1\ncount = matched.sum()\n"  # rank 0 of 2: none
-boxes = "loss = ddp_model(images)[matched].square().sum() / count.clamp(min=1)\n"
-all_boxes = said("sum_over_all(loss * count.clamp(min=1)) / sum_over_all(count).clamp(min=1)")
 by_sums, dice = pieces("by sums")
 MAPS = PIXELS + """probabilities = ddp_model(images).softmax(1)
 targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
@@ -131,7 +124,6 @@ LOSSES = {
     "class weights, in parts": (PARTS, WEIGHTED, in_parts),
     "two views": (VIEWS, views.replace("gather(rows)", "rows") + CONTRAST, views + CONTRAST),
     "CTC": (TEXTS, CTC, block("CTC")),
-    "boxes": (BOXES, boxes, f"{boxes}loss = {all_boxes}"),
     "methods": (METHODS, "loss = model.training_loss(images)", f"loss = {said(CALL)}"),
 }
 LOCAL = ["class weights, in parts", "methods"]  # where each rank has a loss of its own images
@@ -187,13 +179,12 @@ OF_STREAM = [
 ]
 
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
-our_loss = said("loss, sums = compute_loss(args, ddp_model, (x, y), device, training=True)")
-our_sums = said("train_sums.update(sums)")
 our_parts = block("accumulation").replace("128", "4")
-our_parts = edited(our_parts, at(line("loss = nn", text=our_parts), f"{our_loss}\n{our_sums}\n"))
-OUR_LOSS, OUR_SUMS = line("    loss, sums =", 2, LAUNCH), line(rf"    {re.escape(our_sums)}", text=LAUNCH)
-OUR_PARTS = [functions("import contextlib"), (OUR_SUMS, "")]
-OUR_PARTS += [at(OUR_LOSS, said("images, labels = batch"), "\n", our_parts)]
+our_loss = said("loss, sums = compute_loss(args, ddp_model, (x, y), device, training=True)") + "\n"
+our_loss = at(line("loss = nn", text=our_parts), our_loss, f"{said('train_sums.update(sums)')}\n")
+our_parts = said("images, labels = batch"), "\n", edited(our_parts, our_loss)
+OUR_PARTS = [functions("import contextlib"), at(line("    loss, sums =", 2, LAUNCH), *our_parts)]
+OUR_PARTS += [(line(r"            train_sums\.update", text=LAUNCH), "")]
 
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
@@ -255,18 +246,14 @@ def build_model(args):
 """
 bucket_sampler, collate, our_lines = re.split(r"\n\n(?=def collate)|\n\n# In main.*\n", block("buckets"))
 mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]") + "\n"
-
-
-def with_texts():
-    """Return edits of our script: it trains with texts in buckets, and masks the padding."""
-    batch = "words, lengths, labels = batch\nimages = torch.zeros(1)  # not used\n"
-    return [
-        *zip((OUR_SAMPLER, OUR_LOADER), our_lines.splitlines(True)),
-        functions(bucket_sampler, collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
-        at(line(r"tensor.to\(device", text=LAUNCH), batch, mask),
-        ("outputs = model(images)", "outputs = model(words, mask)"),
-    ]
-
+BATCH = "words, lengths, labels = batch\nimages = torch.zeros(1)  # not used\n"
+# Our script trains with texts in buckets, and masks the padding.
+WITH_TEXTS = [
+    *zip((OUR_SAMPLER, OUR_LOADER), our_lines.splitlines(True)),
+    functions(bucket_sampler, collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
+    at(line(r"tensor.to\(device", text=LAUNCH), BATCH, mask),
+    ("outputs = model(images)", "outputs = model(words, mask)"),
+]
 
 # What the page uses of transformers and peft. (With the libraries themselves, it was tried by hand.)
 HUB = """
@@ -291,7 +278,7 @@ LoraConfig = dict
 get_peft_model = lambda model, config: (model[0].requires_grad_(False), model)[1]
 """
 hub = edited(block("hugging face"), ("logits.mT.float()", "logits.mT"))
-own_loss = edited(hub, ("(sum_over_all(loss) / sum_over_all(tokens) if training else loss)", "model(**batch).loss"))
+own_loss = edited(hub, ("sum_over_all(loss) / sum_over_all(tokens)", "model(**batch).loss"))
 adamw = f"def build_optimizer(args, model):\n    return {said('torch.optim.AdamW(model.parameters(), 2e-4)')}\n"
 OF_HUB = [block("sum over all"), adamw, TEXT_DATA.format("dict(input_ids=words)")]
 
@@ -307,7 +294,7 @@ SAME = {
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
     "GAN": ("minimal", [*OF_GAN, at(WRAPPED, wrap.replace("DDP(", "("))], [*OF_GAN, at(WRAPPED, wrap)]),
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
-    "masks": ("ddp_launch_train", None, with_texts()),
+    "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "Hugging Face": ("ddp_launch_train", [functions(*OF_HUB, own_loss)], [functions(*OF_HUB, hub)]),
 }
 RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
@@ -406,7 +393,8 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     *f1, count = pieces("confusion")
     count, add, total = count.splitlines(True)
     edits = [functions(STAND_INS, *f1), before(EPOCHS, init), before(line("if rank == 0"), log)]
-    edits += [before(line("correct = "), count), after(line(r"correct \+="), add), after(line(r"all_reduce\(correct"), total)]
+    edits += [before(line("correct = "), count), after(line(r"correct \+="), add)]
+    edits += [after(line(r"all_reduce\(correct"), total)]
     losses = []
     for nproc in 1, 2, 3:
         finished, _ = train_on(nproc, tmp_path / "run", "minimal", [*edits, at(LOOP + LOSS + STEP, loop)])
@@ -417,17 +405,17 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
 
 
 def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
-    loop = "for epoch in range(epochs_done + 1, args.epochs + 1):\n"
     stop = said('if metrics.get("bad_epochs", 0) >= 5: break')
     count = said('epoch_metrics["bad_epochs"] = 0 if improved else metrics.get("bad_epochs", 0) + 1')
-    edits = (loop, f"{loop}        {stop}\n"), after(line("improved = ", text=LAUNCH), f"{count}\n")
+    edits = [after(line("    for epoch in", text=LAUNCH), f"    {stop}\n")]
+    edits += [after(line("improved =", text=LAUNCH), f"{count}\n")]
     copy_script(tmp_path, "ddp_launch_train", *edits, *FLOAT64)
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
     save = line("torch.save")
-    edits = [before(EPOCHS, f"{said('best = bad_epochs = 0')}\n"), (save, save + indent(block("stopping"), " " * 8))]
-    finished = train_minimal(2, tmp_path, *EXACT[:3], (EXACT[3][0], SGD.replace("0.1", "0.0")), *edits, epochs=9)
+    edits = before(EPOCHS, f"{said('best = bad_epochs = 0')}\n"), (save, save + indent(block("stopping"), " " * 8))
+    finished = train_minimal(2, tmp_path, *EXACT, ("parameters(), 0.1", "parameters(), 0.0"), *edits, epochs=9)
     assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6
 
 
@@ -504,8 +492,8 @@ def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(
     kill = after(line("    scheduler.step", text=LAUNCH), once, kill)
     folder = copy_script(tmp_path / "killed", "ddp_launch_train", SMALL_MODEL, kill)
     variable, flags = said("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"), said("--max-restarts=3 --log-dir logs --tee 3")
-    command = f"{variable} torchrun --standalone --nproc-per-node=2 {flags} ddp_launch_train.py --checkpoint run.pt"
-    command = " ".join([command, *SMALL])
+    command = f"{variable} torchrun --standalone --nproc-per-node=2 {flags} ddp_launch_train.py {' '.join(SMALL)}"
+    command += " --checkpoint run.pt"
     finished = run(["bash", "-c", command], cwd=folder, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
     assert ": 0 epochs are done" in finished.stdout and ": 1 epochs are done" in finished.stdout
     for attempt, rank in itertools.product((0, 1), (0, 1)):
