@@ -103,7 +103,7 @@ log_probs = ddp_model(x).log_softmax(2)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
 by_sums, dice = pieces("by sums")
-MAPS = PIXELS + """probabilities = ddp_model(images).softmax(1)
+MAPS = f"""{PIXELS}probabilities = ddp_model(images).softmax(1)
 targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 """
 METHODS = f"""
@@ -183,8 +183,8 @@ our_parts = block("accumulation").replace("128", "4")
 our_loss = said("loss, sums = compute_loss(args, ddp_model, (x, y), device, training=True)") + "\n"
 our_loss = at(line("loss = nn", text=our_parts), our_loss, f"{said('train_sums.update(sums)')}\n")
 our_parts = said("images, labels = batch"), "\n", edited(our_parts, our_loss)
-OUR_PARTS = [functions("import contextlib"), at(line("    loss, sums =", 2, LAUNCH), *our_parts)]
-OUR_PARTS += [(line(r"            train_sums\.update", text=LAUNCH), "")]
+OUR_PARTS = [functions("import contextlib"), (line(r"            train_sums\.update", text=LAUNCH), "")]
+OUR_PARTS += [at(line("    loss, sums =", 2, LAUNCH), *our_parts)]
 
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
@@ -407,9 +407,8 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
 def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
     stop = said('if metrics.get("bad_epochs", 0) >= 5: break')
     count = said('epoch_metrics["bad_epochs"] = 0 if improved else metrics.get("bad_epochs", 0) + 1')
-    edits = [after(line("    for epoch in", text=LAUNCH), f"    {stop}\n")]
-    edits += [after(line("improved =", text=LAUNCH), f"{count}\n")]
-    copy_script(tmp_path, "ddp_launch_train", *edits, *FLOAT64)
+    edits = [after(line("    for epoch in", text=LAUNCH), f"    {stop}\n"), *FLOAT64]
+    copy_script(tmp_path, "ddp_launch_train", after(line("improved =", text=LAUNCH), f"{count}\n"), *edits)
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
