@@ -36,17 +36,13 @@ def said(code):
     return code
 
 
-# The scripts that a diff fits. Other diffs fit all scripts with DDP.
-FITS = {"early stopping": SCRIPTS, "our accumulation": SCRIPTS[1:3], "apex ddp": SCRIPTS[3:]}
-
-
 def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_each_recipe(tmp_path):
     blocks = re.findall(r"<!-- test: (.*?) -->\n```(\w+)\n", PAGE)
     tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
     assert len(blocks) == len(dict(blocks)) == PAGE.count("\n```") / 2
     assert all(re.search(f"""["']{name}["']""", tests) for name, _ in blocks)
     for name in [name for name, language in blocks if language == "diff" and name != "resuming"]:
-        for script in FITS.get(name, SCRIPTS[1:]):
+        for script in SCRIPTS[3:] if name == "apex ddp" else SCRIPTS[1:]:
             folder = copy_script(tmp_path, script, *edits_of(block(name)))
             compile((folder / f"{script}.py").read_text(), script, "exec")
     titles = re.findall("(?m)^## (.*)", PAGE)
@@ -87,11 +83,11 @@ SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
 PARTS = f"""{PIXELS}
 weights, parts = class_weights[labels.clamp(min=0)] * (labels != -100), list(zip(images.split(1), labels.split(1)))
 """
-in_parts = f"""total = {said("sum_over_all(weights.sum())")}
+in_parts = f"""{said("total = sum_over_all(weights.sum())")}
 for number, (images, labels) in enumerate(parts, 1):
     with contextlib.nullcontext() if number == len(parts) else ddp_model.no_sync():
         loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights, reduction="sum")
-        (sum_over_all(loss) / total).backward()
+        {said("(sum_over_all(loss) / total).backward()")}
 """
 gathered, views = pieces("gathered")
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
@@ -106,15 +102,9 @@ ddp_model = DDP(model)
 log_probs = ddp_model(x).log_softmax(2)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-of_texts = said("sum_over_all((losses / tokens).sum())"), said("sum_over_all(losses.new_tensor(len(losses)))")
-ctc = CTC.replace("loss =", "losses =").replace("tokens)", 'tokens, reduction="none")')
-BOXES = f"{ROWS}matched = torch.arange(12)[mine] % 2 == 1\ncount = matched.sum()\n"  # rank 0 of 2: none
-boxes = "loss = ddp_model(images)[matched].square().sum() / count.clamp(min=1)\n"
-all_boxes = said("sum_over_all(loss * count.clamp(min=1)) / sum_over_all(count).clamp(min=1)")
-POLICY = """advantages = images.square().sum(1)
-of_all = {}
-advantages = (advantages - of_all.mean()) / (of_all.std() + 1e-8)
-loss = -(advantages * ddp_model(images)[:, 0]).mean()
+by_sums, dice = pieces("by sums")
+MAPS = f"""{PIXELS}probabilities = ddp_model(images).softmax(1)
+targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 """
 METHODS = f"""
 class Model(nn.Linear):
@@ -129,15 +119,14 @@ CALL = 'ddp_model("training_loss", images)'
 # Name: what stands before both, the ordinary code for one process, the recipe.
 LOSSES = {
     "class weights, gathered": (PIXELS, WEIGHTED, gathered),
-    "class weights and smoothing, by sums": (PIXELS, SMOOTHED, block("by sums")),
+    "class weights and smoothing, by sums": (PIXELS, SMOOTHED, by_sums),
+    "Dice": (MAPS, dice.replace("sum_over_all", ""), dice),
     "class weights, in parts": (PARTS, WEIGHTED, in_parts),
     "two views": (VIEWS, views.replace("gather(rows)", "rows") + CONTRAST, views + CONTRAST),
-    "CTC": (TEXTS, CTC, f"{ctc}loss = {' / '.join(of_texts)}"),
-    "boxes": (BOXES, boxes, f"{boxes}loss = {all_boxes}"),
-    "advantages": (ROWS, POLICY.format("advantages"), POLICY.format(said("gather(advantages)"))),
+    "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (METHODS, "loss = model.training_loss(images)", f"loss = {said(CALL)}"),
 }
-LOCAL = ["class weights, in parts", "advantages", "methods"]  # where each rank has a loss of its own images
+LOCAL = ["class weights, in parts", "methods"]  # where each rank has a loss of its own images
 
 
 def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
@@ -190,7 +179,16 @@ OF_STREAM = [
 ]
 
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
-OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
+our_parts = block("accumulation").replace("128", "4")
+our_loss = said("loss, sums = compute_loss(args, ddp_model, (x, y), device, training=True)") + "\n"
+our_loss = at(line("loss = nn", text=our_parts), our_loss, f"{said('train_sums.update(sums)')}\n")
+our_parts = said("images, labels = batch"), "\n", edited(our_parts, our_loss)
+OUR_PARTS = [functions("import contextlib"), (line(r"            train_sums\.update", text=LAUNCH), "")]
+OUR_PARTS += [at(line("    loss, sums =", 2, LAUNCH), *our_parts)]
+
+scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
+scaled_step = scaled_step.replace("outputs.float()", "outputs")
+CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
 
 # Both unfreeze the first layer in the second epoch.
 unfreeze, wrap_again = (piece.replace("conv1", "get_submodule('1')") for piece in pieces("unfreezing"))
@@ -211,20 +209,17 @@ optimizer, optimizer_d = (torch.optim.SGD(part.parameters(), 0.1) for part in mo
 """
 OF_GAN = [at(SGD, TWO_MODELS), at(LOSS + STEP, gan), at(line(r"correct \+="), "pass\n")]
 
-LOAD = f"""steps_done = 0
-if glob.glob("run-*.pt"):
-    state = torch.load({said('max(glob.glob("run-*.pt"))')})
-    model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
-    steps_done = state["steps_done"]
-"""
+newest, loop_by_steps = pieces("every n steps")
+load = dedent(edits_of(block("resuming"))[0][1].replace("epochs_done", "steps_done")).split("\n", 1)[1] + "\n"
+load = edited(load, (line("torch.load", text=load), newest))
 
 
 def by_steps(last, *edits):
     """Return edits to train up to a step, from the newest file if there is one, and to save every three steps."""
-    loop = block("every n steps").replace("1000", "3").replace("    ...  # steps 6 and 7\n", "")
+    loop = loop_by_steps.replace("1000", "3").replace("    ...  # steps 6 and 7\n", "")
     place = line(r"\.\.\.  # the", text=loop)
     loop = edited(loop, ("= 10 * len(train_loader)", f"= {last}"), at(place, LOSS_AND_STEP), *edits)
-    return [before(WRAPPED, LOAD), at(MINIMAL[MINIMAL.index(EPOCHS) : MINIMAL.index(STEP)] + STEP, loop)]
+    return [before(WRAPPED, load), at(MINIMAL[MINIMAL.index(EPOCHS) : MINIMAL.index(STEP)] + STEP, loop)]
 
 
 TEXT_DATA = """
@@ -250,21 +245,15 @@ def build_model(args):
     return Net().double()
 """
 bucket_sampler, collate, our_lines = re.split(r"\n\n(?=def collate)|\n\n# In main.*\n", block("buckets"))
-mask, longest = pieces("padding")
-longest = re.sub("(?m)^", "if training: ", longest.rstrip()) + "\n"
-NO_MASK = "mask = torch.ones_like(words)\n"
-
-
-def with_texts(padding):
-    """Return edits of our script: it trains with texts in buckets, and does something about the padding."""
-    batch = "words, lengths, labels = batch\nimages = torch.zeros(1)  # not used\n"
-    return [
-        *zip((OUR_SAMPLER, OUR_LOADER), our_lines.splitlines(True)),
-        functions(bucket_sampler, collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
-        at(line(r"tensor.to\(device", text=LAUNCH), batch, padding),
-        ("outputs = model(images)", "outputs = model(words, mask)"),
-    ]
-
+mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]") + "\n"
+BATCH = "words, lengths, labels = batch\nimages = torch.zeros(1)  # not used\n"
+# Our script trains with texts in buckets, and masks the padding.
+WITH_TEXTS = [
+    *zip((OUR_SAMPLER, OUR_LOADER), our_lines.splitlines(True)),
+    functions(bucket_sampler, collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
+    at(line(r"tensor.to\(device", text=LAUNCH), BATCH, mask),
+    ("outputs = model(images)", "outputs = model(words, mask)"),
+]
 
 # What the page uses of transformers and peft. (With the libraries themselves, it was tried by hand.)
 HUB = """
@@ -289,8 +278,9 @@ LoraConfig = dict
 get_peft_model = lambda model, config: (model[0].requires_grad_(False), model)[1]
 """
 hub = edited(block("hugging face"), ("logits.mT.float()", "logits.mT"))
-own_loss = edited(hub, ("sum_over_all(loss) / sum_over_all(tokens) if training else loss", "model(**batch).loss"))
-OF_HUB = ["from hub import *", block("sum over all"), TEXT_DATA.format("dict(input_ids=words)")]
+own_loss = edited(hub, ("sum_over_all(loss) / sum_over_all(tokens)", "model(**batch).loss"))
+adamw = f"def build_optimizer(args, model):\n    return {said('torch.optim.AdamW(model.parameters(), 2e-4)')}\n"
+OF_HUB = [block("sum over all"), adamw, TEXT_DATA.format("dict(input_ids=words)")]
 
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
@@ -303,18 +293,19 @@ SAME = {
     "unfreezing": ("minimal", WITHOUT_DDP, [at(WRAPPED, find_unused), after(SET_EPOCH, unfreeze)]),
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
     "GAN": ("minimal", [*OF_GAN, at(WRAPPED, wrap.replace("DDP(", "("))], [*OF_GAN, at(WRAPPED, wrap)]),
-    "masks": ("ddp_launch_train", None, with_texts(mask)),
-    "equal lengths": ("ddp_launch_train", with_texts(NO_MASK), with_texts(longest + NO_MASK)),
+    "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
+    "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "Hugging Face": ("ddp_launch_train", [functions(*OF_HUB, own_loss)], [functions(*OF_HUB, hub)]),
 }
-RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches"]  # so is the ordinary code
+RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
 
 
 def train_on(nproc, folder, script, edits, epochs=2):
     """Train an edited script from new. Return how the run ended, and its weights (None if it failed)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    (folder / "hub.py").write_text(HUB)
+    for library in "transformers", "peft":
+        (folder / f"{library}.py").write_text(HUB)
     if script == "ddp_launch_train":
         copy_script(folder, script, *edits, *FLOAT64)
         finished = train(folder, nproc, "--batch-size", "18")
@@ -348,8 +339,8 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it
         assert train_minimal(2, folder, *resume, *EXACT, DROPOUT, epochs=epochs, images=60).returncode == 0
     expected, resumed = (torch.load(folder / "run.pt") for folder in (whole, parts))
     assert resumed["epochs_done"] == 3 and equal(resumed["model"], expected["model"])
-    finished = train_minimal(3, parts, *resume, *EXACT, images=60)
-    assert finished.returncode != 0 and "run.pt has {'batch_size': 80," in finished.stdout
+    finished = train_minimal(3, parts, *resume, *EXACT, images=48)
+    assert finished.returncode != 0 and "the file has {'batch_size': 12, 'images': 60," in finished.stdout
 
 
 def test_a_loop_that_saves_every_3_steps_resumes_within_an_epoch_also_with_workers_and_keeps_3_files(tmp_path):
@@ -368,9 +359,8 @@ def test_a_loop_that_saves_every_3_steps_resumes_within_an_epoch_also_with_worke
 def test_f1_and_auc_are_those_of_all_images_on_1_2_and_3_processes(tmp_path):
     matrix, f1 = said("confusion=confusion_of(outputs, labels)"), said('f1=f1_of(sums["confusion"])')
     with_f1 = [("images=known.sum())", f"images=known.sum(), {matrix})"), ('["images"])', f'["images"], {f1})')]
-    with_f1 = [*OUR_WEIGHTS, *with_f1, functions(block("confusion")), *FLOAT64]
-    auroc = "from torchmetrics.functional.classification import multiclass_auroc\n"
-    with_auc = [functions(auroc, block("gather rows")), (FLOAT64[0][0], FLOAT64[0][1].removesuffix(".double()"))]
+    with_f1 = [*OUR_WEIGHTS, *with_f1, functions(*pieces("confusion")[:2]), *FLOAT64]
+    with_auc = [functions(block("gather rows")), (FLOAT64[0][0], FLOAT64[0][1].removesuffix(".double()"))]
     images, labels = zip(*common.load_cifar10(None, 61)[1])
     images, labels = common.prepare(torch.stack(images), 4).double(), torch.tensor(labels)
     for edits, nproc in itertools.product((with_f1, with_auc), (1, 2, 3)):
@@ -389,7 +379,6 @@ def test_f1_and_auc_are_those_of_all_images_on_1_2_and_3_processes(tmp_path):
 
 
 STAND_INS = """
-wandb_id = None
 class wandb:
     init = staticmethod(lambda **settings: print("INIT"))
     log = staticmethod(lambda values, step: print("LOG", values, step))
@@ -400,21 +389,33 @@ tqdm = lambda items, disable: items if disable else (print("BAR"), items)[1]
 def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     init, loop, log = pieces("logging")
     loop = edited(loop, at(line(r"\.\.\.  #", text=loop), LOSS_AND_STEP))
-    edits = [functions(STAND_INS), before(EPOCHS, init), before(line("if rank == 0"), log)]
+    log = log.replace("dict(", "dict(f1=f1_of(confusion).item(), ")
+    *f1, count = pieces("confusion")
+    count, add, total = count.splitlines(True)
+    edits = [functions(STAND_INS, *f1), before(EPOCHS, init), before(line("if rank == 0"), log)]
+    edits += [before(line("correct = "), count), after(line(r"correct \+="), add)]
+    edits += [after(line(r"all_reduce\(correct"), total)]
     losses = []
     for nproc in 1, 2, 3:
         finished, _ = train_on(nproc, tmp_path / "run", "minimal", [*edits, at(LOOP + LOSS + STEP, loop)])
         counts = [len(re.findall(f"(?m)^{word}", finished.stdout)) for word in ("INIT", "BAR", "LOG", "epoch")]
         assert finished.returncode == 0 and counts == [1, 2, 2, 2]
-        losses += [ast.literal_eval(values)["loss"] for values in re.findall("LOG ({.*}) 1", finished.stdout)]
-    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+        losses += map(ast.literal_eval, re.findall("LOG ({.*}) 1", finished.stdout))
+    assert len(losses) == 3 and losses == [pytest.approx(losses[0], rel=1e-12)] * 3
 
 
 def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
-    copy_script(tmp_path, "ddp_launch_train", *edits_of(block("early stopping")), *FLOAT64)
+    stop = said('if metrics.get("bad_epochs", 0) >= 5: break')
+    count = said('epoch_metrics["bad_epochs"] = 0 if improved else metrics.get("bad_epochs", 0) + 1')
+    edits = [after(line("    for epoch in", text=LAUNCH), f"    {stop}\n"), *FLOAT64]
+    copy_script(tmp_path, "ddp_launch_train", after(line("improved =", text=LAUNCH), f"{count}\n"), *edits)
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
+    save = line("torch.save")
+    edits = before(EPOCHS, f"{said('best = bad_epochs = 0')}\n"), (save, save + indent(block("stopping"), " " * 8))
+    finished = train_minimal(2, tmp_path, *EXACT, ("parameters(), 0.1", "parameters(), 0.0"), *edits, epochs=9)
+    assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6
 
 
 def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_similar_lengths():
@@ -457,7 +458,7 @@ def test_ema_and_a_schedule_per_epoch_resume_exactly_and_the_best_weights_give_t
         (stateful, at(stateful, make)[1] + stateful + at(stateful, said('stateful["ema"] = ema'))[1] + "\n"),
         ("validate(args, model, val", f"validate(args, {said('ema.module')}, val"),
         ("save_atomically(" + said('states["model"]'), f"save_atomically({best}"),
-        functions("from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn", plateau),
+        functions(plateau),
         SMALL_MODEL,
     ]
     folder, killed = tmp_path / "uninterrupted", tmp_path / "killed"
@@ -489,7 +490,9 @@ def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(
     kill = "    open('killed', 'w').close(), os.kill(os.getpid(), 9)\n"
     kill = after(line("    scheduler.step", text=LAUNCH), once, kill)
     folder = copy_script(tmp_path / "killed", "ddp_launch_train", SMALL_MODEL, kill)
-    command = " ".join([block("restarts").strip().replace("per-node=gpu", "per-node=2"), *SMALL])
+    variable, flags = said("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"), said("--max-restarts=3 --log-dir logs --tee 3")
+    command = f"{variable} torchrun --standalone --nproc-per-node=2 {flags} ddp_launch_train.py {' '.join(SMALL)}"
+    command += " --checkpoint run.pt"
     finished = run(["bash", "-c", command], cwd=folder, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
     assert ": 0 epochs are done" in finished.stdout and ": 1 epochs are done" in finished.stdout
     for attempt, rank in itertools.product((0, 1), (0, 1)):
