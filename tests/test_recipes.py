@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import sys
 from textwrap import dedent, indent
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import SMALL, in_group, in_processes, result, run, saved_by, train, train_minimal
 from editing import FLOAT64, KILLED_IN_EPOCH_2, ROOT, SCRIPTS, SMALL_MODEL, copy_script, edited
-from pages import LAUNCH, MINIMAL, after, at, before, block, edits_of, line
+from pages import LAUNCH, MINIMAL, after, at, before, block, edits_of, line, pieces, said
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
 import common
@@ -23,17 +24,6 @@ PAGE = (ROOT / "RECIPES.md").read_text()
 def functions(*codes):
     """Return an edit that adds functions at the end of a script, where they replace those of the same name."""
     return "\nif __name__", "\n".join(["", *codes, "\nif __name__"])
-
-
-def pieces(name):
-    """Return the parts of a block between empty lines."""
-    return [piece.rstrip("\n") + "\n" for piece in block(name).split("\n\n")]
-
-
-def said(code):
-    """Return code that stands in a sentence of the page."""
-    assert f"`{code}`" in PAGE.replace("\n", " "), code
-    return code
 
 
 # The scripts that a diff fits. Other diffs fit all scripts with DDP.
@@ -55,7 +45,7 @@ def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_
     assert set(re.findall(r"\(#(.*?)\)", PAGE)) <= set(anchors)
 
 
-# ------------------------------------------------------------ Losses: one gradient, in small programs
+# ------------------------------------------------------------ Losses: one gradient, in a small program
 LOSS_PROGRAM = """
 import contextlib
 torch.set_default_dtype(torch.float64)
@@ -63,96 +53,54 @@ device, mine, class_weights = "cpu", slice(rank, None, world_size), torch.tensor
 results = {}
 for name, case in CASES.items():
     torch.manual_seed(1)
-    scope = dict(globals())
-    exec(case, scope)
-    weights, losses = list(scope["model"].parameters()), [None] * world_size
-    if all(weight.grad is None for weight in weights):
-        scope["loss"].backward()
-    dist.all_gather_object(losses, scope["loss"].item())
-    results[name] = torch.cat([weight.grad.flatten() for weight in weights]), losses
+    model, images, labels = nn.Conv2d(5, 4, 1), torch.randn(12, 5, 2, 3), torch.randint(4, (12, 2, 3))
+    labels[:2] = labels[torch.rand(labels.shape) < 0.3] = -100  # ignored
+    images, labels, ddp_model = images[mine], labels[mine], DDP(model)
+    exec(case)
+    losses = [None] * world_size
+    dist.all_gather_object(losses, loss.item())
+    results[name] = torch.cat([weight.grad.flatten() for weight in model.parameters()]), losses
 if rank == 0:
     torch.save(results, "results.pt")
 """
-ROWS = """
-model, images, labels = nn.Linear(6, 4), torch.randn(12, 6)[mine], torch.randint(4, (12,))[mine]
-ddp_model = DDP(model)
-"""
-PIXELS = """
-model, images, labels = nn.Conv2d(5, 4, 1), torch.randn(12, 5, 2, 3), torch.randint(4, (12, 2, 3))
-labels[:2] = labels[torch.rand(labels.shape) < 0.3] = -100
-images, labels, ddp_model = images[mine], labels[mine], DDP(model)
-"""
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
-PARTS = f"""{PIXELS}
-weights, parts = class_weights[labels.clamp(min=0)] * (labels != -100), list(zip(images.split(1), labels.split(1)))
-"""
-in_parts = f"""total = {said("sum_over_all(weights.sum())")}
+in_parts = f"""weights = class_weights[labels.clamp(min=0)] * (labels != -100)
+total, whole_loss, parts = {said("sum_over_all(weights.sum())")}, 0, list(zip(images.split(1), labels.split(1)))
 for number, (images, labels) in enumerate(parts, 1):
     with contextlib.nullcontext() if number == len(parts) else ddp_model.no_sync():
         loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights, reduction="sum")
-        (sum_over_all(loss) / total).backward()
+        loss = sum_over_all(loss) / total
+        loss.backward()
+    whole_loss += loss.detach()
+loss = whole_loss
 """
 gathered, views = pieces("gathered")
-VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
-CONTRAST = "loss = -(first @ second.T).log_softmax(1).diagonal().mean()\n"
-# Four texts for each rank but the last, which has the others.
-TEXTS = """
-tokens, x, targets = torch.randint(1, 5, (12,)), torch.randn(20, 12, 6), torch.randint(1, 4, (12, 5))
-own = slice(4 * rank, 12 if rank == world_size - 1 else 4 * rank + 4)
-tokens, x, targets, frames = tokens[own], x[:, own], targets[own], torch.full((12,), 20)[own]
-model = nn.Linear(6, 4)
-ddp_model = DDP(model)
-log_probs = ddp_model(x).log_softmax(2)
-"""
-CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-of_texts = said("sum_over_all((losses / tokens).sum())"), said("sum_over_all(losses.new_tensor(len(losses)))")
-ctc = CTC.replace("loss =", "losses =").replace("tokens)", 'tokens, reduction="none")')
-BOXES = f"{ROWS}matched = torch.arange(12)[mine] % 2 == 1\ncount = matched.sum()\n"  # rank 0 of 2: none
-boxes = "loss = ddp_model(images)[matched].square().sum() / count.clamp(min=1)\n"
-all_boxes = said("sum_over_all(loss * count.clamp(min=1)) / sum_over_all(count).clamp(min=1)")
-POLICY = """advantages = images.square().sum(1)
-of_all = {}
-advantages = (advantages - of_all.mean()) / (of_all.std() + 1e-8)
-loss = -(advantages * ddp_model(images)[:, 0]).mean()
-"""
-METHODS = f"""
-class Model(nn.Linear):
-    def {said("forward(self, method, *inputs)")}:
-        return {said("getattr(self, method)(*inputs)")}
-
-    def training_loss(self, images):
-        return super().forward(images).square().mean()
-{ROWS.replace("nn.Linear", "Model")}
-"""
-CALL = 'ddp_model("training_loss", images)'
-# Name: what stands before both, the ordinary code for one process, the recipe.
-LOSSES = {
-    "class weights, gathered": (PIXELS, WEIGHTED, gathered),
-    "class weights and smoothing, by sums": (PIXELS, SMOOTHED, block("by sums")),
-    "class weights, in parts": (PARTS, WEIGHTED, in_parts),
-    "two views": (VIEWS, views.replace("gather(rows)", "rows") + CONTRAST, views + CONTRAST),
-    "CTC": (TEXTS, CTC, f"{ctc}loss = {' / '.join(of_texts)}"),
-    "boxes": (BOXES, boxes, f"{boxes}loss = {all_boxes}"),
-    "advantages": (ROWS, POLICY.format("advantages"), POLICY.format(said("gather(advantages)"))),
-    "methods": (METHODS, "loss = model.training_loss(images)", f"loss = {said(CALL)}"),
+views = f"view_1, view_2 = images, images.flip(1)\n{views}"
+CONTRAST = "loss = -(first.flatten(1) @ second.flatten(1).T).log_softmax(1).diagonal().mean()\n"
+BACKWARD = "loss.backward()\n"
+LOSSES = {  # the ordinary code for one process, the recipe
+    "class weights, gathered": (WEIGHTED + BACKWARD, gathered + BACKWARD),
+    "class weights and smoothing, by sums": (SMOOTHED + BACKWARD, block("by sums") + BACKWARD),
+    "class weights, in parts": (WEIGHTED + BACKWARD, in_parts),
+    "two views": (views.replace("gather(rows)", "rows") + CONTRAST + BACKWARD, views + CONTRAST + BACKWARD),
 }
-LOCAL = ["class weights, in parts", "advantages", "methods"]  # where each rank has a loss of its own images
 
 
-def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
-    runs = {}  # (1 for the ordinary code or 2 for the recipe, number of processes): name: gradient and losses
-    for number, nproc in (1, 1), (1, 2), (2, 1), (2, 2), (2, 3):
-        cases = {name: case[0] + case[number] for name, case in LOSSES.items()}
+def test_the_loss_and_its_gradient_are_those_of_one_process(tmp_path):
+    runs = {}  # (code, number of processes): name: gradient and losses
+    ordinary, recipe = 0, 1
+    for code, nproc in (ordinary, 1), (ordinary, 2), (recipe, 1), (recipe, 2), (recipe, 3):
+        cases = {name: codes[code] for name, codes in LOSSES.items()}
         in_group(nproc, tmp_path, f"{block('sum over all')}\nCASES = {cases!r}\n{LOSS_PROGRAM}")
-        runs[number, nproc] = torch.load(tmp_path / "results.pt")
+        runs[code, nproc] = torch.load(tmp_path / "results.pt")
     for name in LOSSES:
-        expected, [loss] = runs[1, 1][name]
+        expected, [loss] = runs[ordinary, 1][name]
         for nproc in 1, 2, 3:
-            gradient, losses = runs[2, nproc][name]
+            gradient, losses = runs[recipe, nproc][name]
             assert (gradient - expected).norm() < 1e-12 * expected.norm(), (name, nproc)
-            assert name in LOCAL or losses == pytest.approx([loss] * nproc, rel=1e-12), (name, nproc)
-        wrong, _ = runs[1, 2][name]
+            assert losses == pytest.approx([loss] * nproc, rel=1e-12), (name, nproc)
+        wrong, _ = runs[ordinary, 2][name]
         assert (wrong - expected).norm() > 1e-3 * expected.norm(), name  # so the recipe is needed
 
 
@@ -181,14 +129,6 @@ ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), l
 
 weighted_sampler, use_of_sampler = pieces("weighted sampler")
 OUR_SAMPLING = [functions(weighted_sampler), at(OUR_SAMPLER, use_of_sampler)]
-ORDER = "torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).tolist()"
-OF_STREAM = [
-    functions(block("stream")),
-    at(SAMPLER, f"items = train_set\ntrain_set = Stream(lambda epoch: (items[i] for i in {ORDER}), 60)\n"),
-    ("world_size, sampler=sampler", "world_size, drop_last=True"),
-    ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch")),
-]
-
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
 OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
 
@@ -234,17 +174,16 @@ def load_data(args):
     items = [{} for words in texts]
     return items, items
 """
-# A convolution and a mean that see the padding where the mask is 1.
+# A mean that sees the padding where the mask is 1.
 TEXT_MODEL = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.conv, self.out = nn.Embedding(9, 8), nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 10)
+        self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 10)
 
     def forward(self, words, mask):
         mask = mask[..., None]
-        hidden = self.conv((self.words(words) * mask).mT).relu().mT
-        return self.out((hidden * mask).sum(1) / mask.sum(1))
+        return self.out((self.words(words) * mask).sum(1) / mask.sum(1))
 
 def build_model(args):
     return Net().double()
@@ -269,8 +208,6 @@ def with_texts(padding):
 # What the page uses of transformers and peft. (With the libraries themselves, it was tried by hand.)
 HUB = """
 from types import SimpleNamespace
-import torch
-from torch import nn
 
 class LanguageModel(nn.Sequential):
     def forward(self, input_ids, labels):
@@ -290,13 +227,12 @@ get_peft_model = lambda model, config: (model[0].requires_grad_(False), model)[1
 """
 hub = edited(block("hugging face"), ("logits.mT.float()", "logits.mT"))
 own_loss = edited(hub, ("sum_over_all(loss) / sum_over_all(tokens) if training else loss", "model(**batch).loss"))
-OF_HUB = ["from hub import *", block("sum over all"), TEXT_DATA.format("dict(input_ids=words)")]
+OF_HUB = [HUB, block("sum over all"), TEXT_DATA.format("dict(input_ids=words)")]
 
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
-    "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], by_steps(10)),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation, "    optimizer.step()\n")]),
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
@@ -314,7 +250,6 @@ def train_on(nproc, folder, script, edits, epochs=2):
     """Train an edited script from new. Return how the run ended, and its weights (None if it failed)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    (folder / "hub.py").write_text(HUB)
     if script == "ddp_launch_train":
         copy_script(folder, script, *edits, *FLOAT64)
         finished = train(folder, nproc, "--batch-size", "18")
@@ -496,3 +431,30 @@ def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(
         [log] = folder.glob(f"logs/*/attempt_{attempt}/{rank}/stdout.log")
         assert f"rank {rank}: process" in log.read_text()
     assert finished.returncode == 0 and saved_by(folder) == saved_by(uninterrupted)
+
+
+# Two processes of this machine stand for two machines.
+HERE = {"per-node=gpu": "per-node=1", "_train.py": f"_train.py {' '.join(SMALL)}", "10.0.0.1": "127.0.0.1"}
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done  # its options
+SLURM_NODEID=1 "$@" &
+SLURM_NODEID=0 "$@" && wait $!
+"""
+
+
+@pytest.mark.parametrize("name", ["two machines", pytest.param("slurm", marks=pytest.mark.slow)])
+def test_the_commands_for_several_machines_train_on_two(name, start, tmp_path):
+    copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
+    for program, text in ("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n"):
+        (tmp_path / program).write_text(text)
+        (tmp_path / program).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    commands = block(name).replace("eth0", "lo").replace("29500", port)
+    for old, new in HERE.items():
+        commands = commands.replace(old, new)
+    settings = dict(SLURM_JOB_ID=port, SLURM_JOB_NODELIST="", SLURM_CPUS_PER_TASK="1", SLURM_NNODES="2")
+    settings |= dict(PATH=f"{tmp_path}:{sys.prefix}/bin:{os.environ['PATH']}")
+    if name == "two machines":
+        start(["bash", "-c", commands.replace("node-rank=0", "node-rank=1")], "", cwd=tmp_path, **settings)
+    assert result(run(["bash", "-c", commands], cwd=tmp_path, **settings))["world_size"] == 2
