@@ -174,20 +174,6 @@ def load_data(args):
     items = [{} for words in texts]
     return items, items
 """
-# A mean that sees the padding where the mask is 1.
-TEXT_MODEL = """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.out = nn.Embedding(9, 8), nn.Linear(8, 10)
-
-    def forward(self, words, mask):
-        mask = mask[..., None]
-        return self.out((self.words(words) * mask).sum(1) / mask.sum(1))
-
-def build_model(args):
-    return Net().double()
-"""
 bucket_sampler, collate, our_lines = re.split(r"\n\n(?=def collate)|\n\n# In main.*\n", block("buckets"))
 mask, longest = pieces("padding")
 longest = re.sub("(?m)^", "if training: ", longest.rstrip()) + "\n"
@@ -197,11 +183,13 @@ NO_MASK = "mask = torch.ones_like(words)\n"
 def with_texts(padding):
     """Return edits of our script: it trains with texts in buckets, and does something about the padding."""
     batch = "words, lengths, labels = batch\nimages = torch.zeros(1)  # not used\n"
+    model = "def build_model(args):\n    return nn.Embedding(9, 10).double()\n"
+    mean = "(model(words) * mask[..., None]).sum(1) / mask.sum(1)[:, None]"  # sees the padding where the mask is 1
     return [
         *zip((OUR_SAMPLER, OUR_LOADER), our_lines.splitlines(True)),
-        functions(bucket_sampler, collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
+        functions(bucket_sampler, collate, TEXT_DATA.format("(words, len(words) % 10)"), model),
         at(line(r"tensor.to\(device", text=LAUNCH), batch, padding),
-        ("outputs = model(images)", "outputs = model(words, mask)"),
+        ("outputs = model(images)", f"outputs = {mean}"),
     ]
 
 
