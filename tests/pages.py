@@ -40,6 +40,12 @@ def line(pattern, lines=1, text=MINIMAL):
     return found
 
 
-def parts(name):
-    """Return the parts of a block that begin with a comment, and what stands before them."""
-    return [part.rstrip("\n") + "\n" for part in re.split(r"\n\n(?=#)", block(name))]
+def pieces(name):
+    """Return the parts of a block between empty lines."""
+    return [piece.rstrip("\n") + "\n" for piece in block(name).split("\n\n")]
+
+
+def said(code):
+    """Return code that stands in a sentence of RECIPES.md."""
+    assert f"`{code}`" in (ROOT / "RECIPES.md").read_text().replace("\n", " "), code
+    return code
