@@ -230,22 +230,35 @@ def test_mistakes_end_the_run_on_all_ranks(recorded):
     assert not wrong, json.dumps(wrong, indent=0)
 
 
-def test_python_O_and_a_script_that_does_not_connect(recorded, tmp_path):
+# Each word stands for a run, with the losses 1, 2 and so on.
+RUNS_WITH_O = """
+import os, sys
+for losses in sys.argv[1:]:
+    sys.modules.pop("checks", None)
+    import checks
+    try:
+        [checks.same_as_before("loss", float(loss)) for loss in losses]
+    except AssertionError as error:
+        print(error)
+os.environ["WORLD_SIZE"] = "2"
+checks.same_on_all_ranks(1)
+"""
+
+
+def test_python_O_and_a_script_that_does_not_connect(tmp_path):
     shutil.copy(ROOT / "minimal" / "checks.py", tmp_path)
-    numbers = "import checks, sys; [checks.same_as_before('loss', float(number)) for number in sys.argv[1:]]"
-    command = [sys.executable, "-O", "-c", numbers]
-    first, same, fewer, other = (run([*command, *losses], cwd=tmp_path) for losses in ("12", "12", "1", "13"))
-    assert "recording loss.check.txt" in first.stdout and "all 2 recorded calls were the same" in same.stdout
-    assert "2 calls" in fewer.stdout and "same" not in fewer.stdout
-    assert "loss, call 2" in other.stderr and other.returncode == 1
-    assert "not connected" in run([*command, "1"], cwd=tmp_path, WORLD_SIZE="2").stderr
+    finished = run([sys.executable, "-O", "-c", RUNS_WITH_O, "12", "12", "1", "13"], cwd=tmp_path)
+    first, same, fewer, other = finished.stdout.split("checks: loss.check.txt has 2 calls")
+    assert "recording loss.check.txt" in first and "all 2 recorded calls were the same" in same
+    assert "same" not in fewer and "loss, call 2" in other
+    assert "not connected" in finished.stderr and finished.returncode == 1
 
 
 def test_two_files_are_compared(tmp_path):
     for name, number in ("a", torch.nan), ("b", torch.nan), ("c", 1.0):
         torch.save(dict(weights=[torch.tensor([1.0, number])], speed=name), tmp_path / name)
-    compare = [sys.executable, ROOT / "minimal" / "checks.py"]
-    ends = [run([*compare, *files], cwd=tmp_path) for files in (["a", "b", "speed"], ["a", "b"], ["a", "c"])]
-    assert [end.returncode for end in ends] == [0, 1, 1] and "the files are the same" in ends[0].stdout
-    assert "['speed'] is 'a', but 'b' saved" in ends[1].stderr
-    assert "['weights'][0] is [1.0, nan], but [1.0, 1.0] saved" in ends[2].stderr
+    checks, compared = ROOT / "minimal" / "checks.py", (["a", "b", "speed"], ["a", "b"], ["a", "c"])
+    same, speed, weights = (in_processes(0, tmp_path, checks, *files) for files in compared)
+    assert same.returncode == 0 and "the files are the same" in same.stdout
+    assert speed.returncode and "['speed'] is 'a', but 'b' saved" in speed.stdout
+    assert weights.returncode and "['weights'][0] is [1.0, nan], but [1.0, 1.0] saved" in weights.stdout

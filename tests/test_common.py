@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -80,12 +79,3 @@ def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
     print("as", "usual", sep=None, end=None, force=True)
     print("an error", file=sys.stderr)
     assert capsys.readouterr() == ("forced, too\nas usual\n", "an error\n")
-
-
-def test_a_seed_an_epoch_and_a_rank_give_python_numpy_and_pytorch_numbers_of_their_own():
-    draws = []
-    for numbers in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)] * 2:
-        common.seed_everything(*numbers)
-        draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    assert draws[:4] == draws[4:]
-    assert all(len(set(column)) == 4 for column in zip(*draws))

@@ -120,10 +120,6 @@ def load_data(args):
     return [Items(data) for data in common.load_cifar10("", args.synthetic)]
 
 
-def collate(items):
-    return dict(zip(["images", "labels"], torch.utils.data.default_collate(items)))
-
-
 def metrics_from(sums):
     return dict(loss=common.np.float64(sums["loss"]), seen=common.np.int64(sums["images"]), one=torch.ones(1))
 
@@ -133,7 +129,6 @@ OWN = [
     ("import json\n", "import json\nimport pathlib\nimport random\n"),
     ("\nif __name__", ITEMS),
     SMALL_MODEL,
-    ("for tensor in batch)", "for tensor in batch.values())"),
     ('MAIN_METRIC = "val_accuracy"', 'MAIN_METRIC = "val_one"'),  # It does not change, so epoch 1 is the best.
     ('    add("--seed"', '    add("--masks", type=pathlib.Path, default=pathlib.Path("masks"))\n    add("--seed"'),
 ]
@@ -148,9 +143,7 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
     uninterrupted, killed = start("uninterrupted"), start("killed", edits=[KILLED_IN_EPOCH_2])
     assert killed.returncode != 0
     of_epoch_1 = torch.load(tmp_path / "killed" / "run.pt", weights_only=True)["model"]
-    resumed, finished = start("killed"), start("killed")
-    assert ": 1 epochs are done" in resumed.stdout and ": 2 epochs are done" in finished.stdout
-    assert result(resumed) == result(finished)  # which had nothing left to train
+    assert ": 1 epochs are done" in start("killed").stdout
     assert saved_by(tmp_path / "killed") == saved_by(tmp_path / "uninterrupted")
     best = torch.load(tmp_path / "killed" / "run.pt.best", weights_only=True)
     assert torch.equal(best["4.weight"], of_epoch_1["4.weight"])
@@ -214,7 +207,6 @@ BITS = [
     (RESNET, f"{SMALL_MODEL[1]}.double()"),
     ("augment=training)  # labels", "augment=training).double()  # labels"),
     ("outputs.float()", "outputs"),
-    CLOCK,
 ]
 SHUFFLED_ALIKE = [
     ("shuffle=True", "sampler=(sampler := torch.utils.data.DistributedSampler(train_set, 1, 0, seed=args.seed))"),
