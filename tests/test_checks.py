@@ -230,28 +230,16 @@ def test_mistakes_end_the_run_on_all_ranks(recorded):
     assert not wrong, json.dumps(wrong, indent=0)
 
 
-# Each word stands for a run, with the losses 1, 2 and so on.
-RUNS_WITH_O = """
-import os, sys
-for losses in sys.argv[1:]:
-    sys.modules.pop("checks", None)
-    import checks
-    try:
-        [checks.same_as_before("loss", float(loss)) for loss in losses]
-    except AssertionError as error:
-        print(error)
-os.environ["WORLD_SIZE"] = "2"
-checks.same_on_all_ranks(1)
-"""
-
-
 def test_python_O_and_a_script_that_does_not_connect(tmp_path):
     shutil.copy(ROOT / "minimal" / "checks.py", tmp_path)
-    finished = run([sys.executable, "-O", "-c", RUNS_WITH_O, "12", "12", "1", "13"], cwd=tmp_path)
-    first, same, fewer, other = finished.stdout.split("checks: loss.check.txt has 2 calls")
+    losses = "import checks, sys\nfor loss in sys.argv[1:]: checks.same_as_before('loss', float(loss))"
+    (tmp_path / "losses.py").write_text(losses)
+    first, same, fewer = (in_processes(0, tmp_path, "losses.py", *losses).stdout for losses in ("12", "12", "1"))
     assert "recording loss.check.txt" in first and "all 2 recorded calls were the same" in same
-    assert "same" not in fewer and "loss, call 2" in other
-    assert "not connected" in finished.stderr and finished.returncode == 1
+    assert "2 calls" in fewer and "same" not in fewer
+    other = run([sys.executable, "-O", "losses.py", *"13"], cwd=tmp_path)
+    assert "loss, call 2" in other.stderr and other.returncode == 1
+    assert "not connected" in in_processes(0, tmp_path, "losses.py", "1", WORLD_SIZE="2").stdout
 
 
 def test_two_files_are_compared(tmp_path):

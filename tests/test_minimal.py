@@ -38,17 +38,3 @@ def test_of_two_machines_rank_0_alone_prints_and_saves_and_both_validate_its_mod
     seeds, means = zip(*re.findall("SEED (.*) MEAN (.*)", finished.stdout))
     assert len(seeds) == 8 and len(set(seeds)) == 2 and len(set(means)) == 4  # of 2 ranks, and of 4 epochs
     assert [path.parent.name for path in tmp_path.glob("machine */model.pt")] == ["machine 0"]
-
-
-def test_one_process_downloads_while_the_others_wait(tmp_path):
-    make = """    made = datasets.CIFAR10
-    def make(*_, train, download=False, **__):
-        if download:
-            open("downloading", "x").close()  # an error if another process downloads
-            time.sleep(0.5)
-            os.remove("downloading")
-        return made(train=train)
-    datasets.CIFAR10 = make
-"""
-    slow = ("    torch.manual_seed(21)\n", f"    import time\n{make}    torch.manual_seed(21)\n")
-    assert train_minimal(2, tmp_path, slow, epochs=1).returncode == 0

@@ -371,20 +371,17 @@ for epoch in 1, 2:
     assert len(set(items)) == len(items) == 96
 
 
-def test_ema_and_a_schedule_per_epoch_resume_exactly_and_the_best_weights_give_the_best_metrics(tmp_path):
-    plateau = said('ReduceLROnPlateau(optimizer, "max")')
-    plateau = f"def build_scheduler(args, optimizer, steps):\n    return torch.optim.lr_scheduler.{plateau}\n"
+def test_ema_resumes_exactly_and_the_best_weights_give_the_best_metrics(tmp_path):
     make, update, buffers = (re.sub("  # .*", "", piece).replace("0.999", "0.9") for piece in pieces("EMA"))
     say = "print('EMA', [*ema.state_dict().values()], force=True)\n"
     best, stateful = said('stateful["ema"].module.state_dict()'), line("stateful = ", text=LAUNCH)
     edits = [
-        at("            scheduler.step()\n", update),
-        after(line("improved =", text=LAUNCH), f"scheduler.step({said('epoch_metrics[MAIN_METRIC]')})\n"),
+        after("            scheduler.step()\n", update),
         before(line("for buffer in", text=LAUNCH), buffers, say),
         (stateful, at(stateful, make)[1] + stateful + at(stateful, said('stateful["ema"] = ema'))[1] + "\n"),
         ("validate(args, model, val", f"validate(args, {said('ema.module')}, val"),
         ("save_atomically(" + said('states["model"]'), f"save_atomically({best}"),
-        functions("from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn", plateau),
+        functions("from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn"),
         SMALL_MODEL,
     ]
     folder, killed = tmp_path / "uninterrupted", tmp_path / "killed"

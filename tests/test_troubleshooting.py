@@ -7,7 +7,7 @@ from pages import block
 
 # Edits of ddp_launch_train.py: (what is replaced, by what).
 CALL, BACKWARD, STEP, ZERO = "(args, ddp_model", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()"
-WEIGHTS, WRAP = "model.parameters()", "    # [DDP 5/9]"
+WEIGHTS = "model.parameters()"
 OPTIMIZER = f"    return torch.optim.SGD({WEIGHTS}"
 OWN_GRADIENT = "weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"
 OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
@@ -17,11 +17,6 @@ CAUSES = {
     "DDP(model)(images)": [(CALL, "(args, DDP(model)")],
     "a method other than forward": [(CALL, "(args, lambda images: ddp_model.module.forward(images)")],
     "a weight outside of the model": [(OPTIMIZER, OWN_SCALE), ("outputs.float()", "outputs * args.scale")],
-    "a layer that is unfrozen after wrapping": [
-        (WRAP, f"    model[0].requires_grad_(False)\n{WRAP}"),
-        (ZERO, f"{ZERO}; model[0].requires_grad_(step > 1)"),
-        (", fused=True", ""),
-    ],
     "a learning rate of each rank": [(STEP, f"optimizer.param_groups[0]['lr'] = loss.item() / 50; {STEP}")],
     "two backward calls": [(BACKWARD, f"loss.backward(retain_graph=True); {BACKWARD}")],
     "gradients from torch.autograd.grad": [(BACKWARD, f"for weight in {WEIGHTS}: {OWN_GRADIENT}")],
