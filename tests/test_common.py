@@ -1,9 +1,7 @@
 """common.py: the data, its augmentation, the model, printing, seeding."""
 
-import argparse
 import os
 import pickle
-import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from editing import SCRIPTS
 from torchvision.datasets import CIFAR10
 
 import common
@@ -63,24 +60,14 @@ def test_augmentation_shifts_and_flips_each_image_on_its_own():
     assert seen <= possible and len(seen) > 140
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_model_gets_images_resized_and_normalised_as_torchvision_does_or_float_images_unchanged(script):
-    images, labels, seen = torch.randint(256, (3, 24, 24, 3), dtype=torch.uint8), torch.zeros(3).long(), []
+def test_images_are_resized_and_normalised_as_torchvision_does_and_float_images_stay_as_they_are():
+    images = torch.randint(256, (3, 24, 24, 3), dtype=torch.uint8)
     transform = torchvision.models.ResNet50_Weights.DEFAULT.transforms  # by default, normalises as for ImageNet
     cifar10 = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
-
-    def model(images):
-        seen.append(images)
-        return images.flatten(1)
-
     for pretrained, numbers in (None, cifar10), ("all", {}), ("last", {}):
-        compute_loss, cpu = __import__(script).compute_loss, torch.device("cpu")
-        args = argparse.Namespace(image_size=8, pretrained=pretrained, precision="fp32", backend="apex")
         expected = transform(crop_size=8, resize_size=8, **numbers)(images.permute(0, 3, 1, 2) / 255)
-        compute_loss(args, model, (images, labels), cpu, training=False)
-        torch.testing.assert_close(seen.pop(), expected, rtol=1e-4, atol=1e-5)
-        compute_loss(args, model, (expected, labels), cpu, training=True)
-        assert seen.pop() is expected
+        torch.testing.assert_close(common.prepare(images, 8, pretrained), expected, rtol=1e-4, atol=1e-5)
+        assert common.prepare(expected, 9, pretrained, augment=True) is expected
     assert common.prepare(images[:, :9, :8], 8).shape == (3, 3, 8, 8)
 
 
@@ -92,12 +79,3 @@ def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
     print("as", "usual", sep=None, end=None, force=True)
     print("an error", file=sys.stderr)
     assert capsys.readouterr() == ("forced, too\nas usual\n", "an error\n")
-
-
-def test_a_seed_an_epoch_and_a_rank_give_python_numpy_and_pytorch_numbers_of_their_own():
-    draws = []
-    for numbers in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)] * 2:
-        common.seed_everything(*numbers)
-        draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    assert draws[:4] == draws[4:]
-    assert all(len(set(column)) == 4 for column in zip(*draws))

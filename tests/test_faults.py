@@ -26,16 +26,22 @@ def train_until_epoch_2(start, folder, script, **env):
     return process, [process.pid, *(int(pid) for _, pid in ranks)]
 
 
-def test_ctrl_c_ends_torchrun_and_two_spawn_runs_that_listen_on_loopback_alone(start, tmp_path):
-    launch, pids_of_launch = train_until_epoch_2(start, tmp_path / "launch", "ddp_launch_train")
-    os.killpg(launch.pid, signal.SIGINT)  # as a terminal does
-    one, pids_of_one = train_until_epoch_2(start, tmp_path / "one", "ddp_spawn_train")
-    two, pids_of_two = train_until_epoch_2(start, tmp_path / "two", "ddp_spawn_train", GLOO_SOCKET_IFNAME="eth9")
-    assert addresses_of(pids_of_one[1:] + pids_of_two[1:]) == {"0100007F"}  # 127.0.0.1: eth9 is ignored
-    os.killpg(one.pid, signal.SIGINT)
-    os.kill(two.pid, signal.SIGINT)  # to the parent alone, as an IDE's stop button does
-    await_end(pids_of_launch + pids_of_one + pids_of_two)
-    assert launch.wait() and one.wait() and two.wait()  # their exit codes are not 0
+def test_a_second_run_on_a_checkpoint_is_refused_and_the_first_trains_on_until_ctrl_c(start, tmp_path):
+    torchrun, pids = train_until_epoch_2(start, tmp_path, "ddp_launch_train")
+    copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, ("timeout=30", "timeout=3"))  # seconds
+    assert "run.pt.lock' could not be acquired" in train(tmp_path, 1).stdout
+    assert all(os.path.exists(f"/proc/{pid}/exe") for pid in pids)
+    os.killpg(torchrun.pid, signal.SIGINT)  # as a terminal does
+    await_end(pids)
+    assert torchrun.wait() != 0
+
+
+def test_a_spawn_run_listens_on_loopback_alone_and_ctrl_c_ends_it(start, tmp_path):
+    parent, pids = train_until_epoch_2(start, tmp_path, "ddp_spawn_train", GLOO_SOCKET_IFNAME="eth9")  # ignored
+    assert addresses_of(pids[1:]) == {"0100007F"}  # 127.0.0.1
+    os.kill(parent.pid, signal.SIGINT)  # to the parent alone, as an IDE's stop button does
+    await_end(pids)
+    assert parent.wait() != 0
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -57,17 +63,6 @@ def test_processes_whose_parent_is_killed_while_they_import_pytorch_end(start, t
     process.kill()  # The others see it, and go on.
     await_end(pids)
     assert "epochs are done" not in log.read_text()
-
-
-def test_a_second_run_on_a_checkpoint_is_refused_and_the_first_trains_on(start, tmp_path):
-    torchrun, pids = train_until_epoch_2(start, tmp_path, "ddp_launch_train")
-    torchrun.kill()  # Its processes train on.
-    copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, ("timeout=30", "timeout=3"))  # seconds
-    second = train(tmp_path, 1)
-    train_on = [os.path.exists(f"/proc/{pid}/exe") for pid in pids[1:]]
-    for pid in pids[1:]:
-        os.kill(pid, signal.SIGKILL)
-    assert "run.pt.lock' could not be acquired" in second.stdout and train_on == [True, True]
 
 
 # Each fault strikes in epoch 2: errors on one rank, unequal weights, NaN, a full disk, a value of no safe type.

@@ -7,25 +7,16 @@ from pages import block
 
 # Edits of ddp_launch_train.py: (what is replaced, by what).
 CALL, BACKWARD, STEP, ZERO = "(args, ddp_model", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()"
-WEIGHTS, WRAP = "model.parameters()", "    # [DDP 4/7]"
+WEIGHTS = "model.parameters()"
 OPTIMIZER = f"    return torch.optim.SGD({WEIGHTS}"
 OWN_GRADIENT = "weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"
 OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
     return torch.optim.SGD([dict(params={WEIGHTS}), dict(params=args.scale)]"""
-SYNC = "ddp_model.require_backward_grad_sync"  # which no_sync() sets to False
-NO_SYNC = (ZERO, f"{ZERO}; {SYNC} = step < steps")
 CAUSES = {
     "model(images) at a tiny rate": [(CALL, "(args, model"), ("lr, momentum=0.9", "1e-5, momentum=0.9")],
     "DDP(model)(images)": [(CALL, "(args, DDP(model)")],
     "a method other than forward": [(CALL, "(args, lambda images: ddp_model.module.forward(images)")],
     "a weight outside of the model": [(OPTIMIZER, OWN_SCALE), ("outputs.float()", "outputs * args.scale")],
-    "a layer that is unfrozen after wrapping": [
-        (WRAP, f"    model[0].requires_grad_(False)\n{WRAP}"),
-        (ZERO, f"{ZERO}; model[0].requires_grad_(step > 1)"),
-        (", fused=True", ""),
-    ],
-    "a last batch under no_sync": [NO_SYNC],
-    "a last forward pass under no_sync": [NO_SYNC, (BACKWARD, f"{SYNC} = True; {BACKWARD}")],
     "a learning rate of each rank": [(STEP, f"optimizer.param_groups[0]['lr'] = loss.item() / 50; {STEP}")],
     "two backward calls": [(BACKWARD, f"loss.backward(retain_graph=True); {BACKWARD}")],
     "gradients from torch.autograd.grad": [(BACKWARD, f"for weight in {WEIGHTS}: {OWN_GRADIENT}")],

@@ -1,31 +1,31 @@
-"""A stand-in for apex.amp, on the CPU. Its scale is always 128.
+"""A stand-in for apex.amp at O2, on the CPU. Its scale is always 128.
 
-At O2, Apex's model has float16 weights, and its optimizer float32 copies of them, made in the first backward pass.
-Here, the model's weights stay as they are, and the copies are float64.
+Apex's model has float16 weights, and its optimizer float32 copies of them, made in the first backward pass. Here,
+the model's weights stay as they are, and the copies are float64.
 """
 
 import contextlib
 import types
 
-weights = []  # of the model
+weights, copies = [], []
 
 
 def initialize(model, optimizer, opt_level):
     weights.extend(model.parameters())
-    step, made = optimizer.step, []
+    step = optimizer.step
 
     def make_copies():
-        if opt_level == "O2" and not made:
-            made.extend(weight.detach().double() for weight in weights)
-            for weight, copy in zip(weights, made):
+        if not copies:
+            copies.extend(weight.detach().double() for weight in weights)
+            optimizer.param_groups[0]["params"] = copies
+            for weight, copy in zip(weights, copies):
                 state = optimizer.state.pop(weight)
                 optimizer.state[copy] = {name: value.double() for name, value in state.items()}
-            optimizer.param_groups[0]["params"] = made
 
     def say_and_step(self):
         print("APEX step")
         step()
-        for weight, copy in zip(weights, optimizer.param_groups[0]["params"]):
+        for weight, copy in zip(weights, copies):
             weight.data.copy_(copy)
 
     optimizer.step = types.MethodType(say_and_step, optimizer)  # as Apex does
@@ -40,14 +40,14 @@ def scale_loss(loss, optimizer):
     scaled_loss = loss * 128
     scaled_loss.register_hook(lambda _: print("APEX backward"))
     yield scaled_loss
-    for weight, copy in zip(weights, optimizer.param_groups[0]["params"]):
+    for weight, copy in zip(weights, copies):
         copy.grad = weight.grad.to(copy.dtype) / 128
     print("APEX unscale")
 
 
 def master_params(optimizer):
     print("APEX master_params")
-    return iter(optimizer.param_groups[0]["params"])
+    return iter(copies)
 
 
 def state_dict():
