@@ -119,10 +119,8 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
 
 def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_each_process(tmp_path):
     copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
-    copy_script(tmp_path, "dp_train", SMALL_MODEL)
     assert "at most 61, and divisible by 2 processes" in train(tmp_path, 2, "--batch-size", "13").stdout
     assert "at most 1023" in in_processes(2, tmp_path, "ddp_launch_train.py", "--synthetic", "1023").stdout
-    assert "at most 511" in in_processes(0, tmp_path, "dp_train.py", "--synthetic", "511").stdout
 
 
 # What a search on each rank, a launcher on each machine, or a `set` of weights may make different.
@@ -155,7 +153,6 @@ def test_sync_bn_replaces_batchnorm_by_layers_that_need_a_gpu(script, tmp_path):
 CALL, BACKWARD, STEP, ZERO = "(args, ddp_model", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()"
 WEIGHTS = "model.parameters()"
 OPTIMIZER = f"    return torch.optim.SGD({WEIGHTS}"
-OWN_GRADIENT = "weight.grad, = torch.autograd.grad(loss, weight, retain_graph=True)"
 OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
     return torch.optim.SGD([dict(params={WEIGHTS}), dict(params=args.scale)]"""
 CAUSES = {
@@ -165,9 +162,7 @@ CAUSES = {
     "a weight outside of the model": [(OPTIMIZER, OWN_SCALE), ("outputs.float()", "outputs * args.scale")],
     "a learning rate of each rank": [(STEP, f"optimizer.param_groups[0]['lr'] = loss.item() / 50; {STEP}")],
     "two backward calls": [(BACKWARD, f"loss.backward(retain_graph=True); {BACKWARD}")],
-    "gradients from torch.autograd.grad": [(BACKWARD, f"for weight in {WEIGHTS}: {OWN_GRADIENT}")],
     "a model that is converted and converted back": [(ZERO, f"{ZERO}; model.double(); model.float()")],
-    "noise of each rank": [(STEP, f"{STEP}; [weight.data.mul_(torch.rand(()) + 1) for weight in {WEIGHTS}]")],
 }
 
 

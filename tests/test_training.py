@@ -138,9 +138,8 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
     assert uninterrupted.stdout.count("train_seen 60") == uninterrupted.stdout.count("val_seen 61") == 2  # epochs
     columns = list(zip(*re.findall("ITEM (.*) (.*) (.*)", uninterrupted.stdout)))
     assert all(len(set(column)) == len(column) > 200 for column in columns)  # No random number is used twice.
-    sentence = "run.pt has {}: use the same flags and data, or another file"
-    assert sentence.format("masks=masks") in start("killed", "--masks", "other").stdout
-    assert sentence.format("steps=5") in start("killed", edits=[("args.synthetic)]", "73)]")]).stdout
+    sentence = "run.pt has masks=masks: use the same flags and data, or another file"
+    assert sentence in start("killed", "--masks", "other").stdout
 
 
 def test_a_resume_on_three_machines_without_a_shared_disk_trains_on_like_two(tmp_path):
