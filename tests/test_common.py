@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,13 +68,3 @@ def test_images_are_resized_and_normalised_as_torchvision_does_and_float_images_
         torch.testing.assert_close(common.prepare(images, 8, pretrained), expected, rtol=1e-4, atol=1e-5)
         assert common.prepare(expected, 9, pretrained, augment=True) is expected
     assert common.prepare(images[:, :9, :8], 8).shape == (3, 3, 8, 8)
-
-
-def test_only_the_main_process_prints_to_the_screen(capsys, monkeypatch):
-    monkeypatch.setattr("builtins.print", print)  # put back at the end
-    common.setup_for_distributed(is_master=False)
-    print("silent")
-    print("forced", "too", sep=", ", force=True)
-    print("as", "usual", sep=None, end=None, force=True)
-    print("an error", file=sys.stderr)
-    assert capsys.readouterr() == ("forced, too\nas usual\n", "an error\n")

@@ -1,4 +1,4 @@
-"""What breaks a run: Ctrl-C, kills, a NaN loss, a full disk, a broken checkpoint, what a user types wrongly."""
+"""What breaks a run: Ctrl-C, kills, NaN, a full disk, a broken checkpoint, wrong flags, weights that differ."""
 
 import os
 import re
@@ -6,8 +6,9 @@ import signal
 
 import pytest
 import torch
-from conftest import GPUS, ON_GPUS, await_end, command, in_processes, run, train
+from conftest import GPUS, ON_GPUS, await_end, command, in_group, in_processes, run, train
 from editing import SCRIPTS, SMALL_MODEL, copy_script
+from pages import block
 
 
 def addresses_of(pids):
@@ -118,10 +119,8 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
 
 def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_each_process(tmp_path):
     copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
-    copy_script(tmp_path, "dp_train", SMALL_MODEL)
     assert "at most 61, and divisible by 2 processes" in train(tmp_path, 2, "--batch-size", "13").stdout
     assert "at most 1023" in in_processes(2, tmp_path, "ddp_launch_train.py", "--synthetic", "1023").stdout
-    assert "at most 511" in in_processes(0, tmp_path, "dp_train.py", "--synthetic", "511").stdout
 
 
 # What a search on each rank, a launcher on each machine, or a `set` of weights may make different.
@@ -129,7 +128,6 @@ FIRST, ORDER = "    common.seed_everything(args.seed)  #", "torch.optim.SGD(list
 DIFFERENT = {
     "seed: [21, 22]": (FIRST, f"    args.seed += rank\n{FIRST}"),
     "train_size: [61, 60]": ("    args.batch_size = ", "    train_set = train_set[rank:]\n    args.batch_size = "),
-    "val_size: [61, 60]": ("    args.batch_size = ", "    val_set = val_set[rank:]\n    args.batch_size = "),
     "weight_order: [[[16, ": ("torch.optim.SGD(model.parameters(), lr", ORDER.format("1 - 2 * dist.get_rank()")),
 }
 
@@ -148,3 +146,52 @@ def test_different_settings_of_the_processes_or_another_order_after_a_resume_end
 def test_sync_bn_replaces_batchnorm_by_layers_that_need_a_gpu(script, tmp_path):
     finished = train(copy_script(tmp_path, script, SMALL_MODEL), 2, "--sync-bn", script=script)
     assert finished.returncode != 0 and "SyncBatchNorm layers only work with GPU modules" in finished.stdout
+
+
+# ------------------------------------------------------------ TROUBLESHOOTING.md: why weights differ
+# Edits of ddp_launch_train.py: (what is replaced, by what).
+CALL, BACKWARD, STEP, ZERO = "(args, ddp_model", "loss.backward()", "optimizer.step()", "optimizer.zero_grad()"
+WEIGHTS = "model.parameters()"
+OPTIMIZER = f"    return torch.optim.SGD({WEIGHTS}"
+OWN_SCALE = f"""    args.scale = nn.Parameter(torch.ones(10))
+    return torch.optim.SGD([dict(params={WEIGHTS}), dict(params=args.scale)]"""
+CAUSES = {
+    "model(images) at a tiny rate": [(CALL, "(args, model"), ("lr, momentum=0.9", "1e-5, momentum=0.9")],
+    "DDP(model)(images)": [(CALL, "(args, DDP(model)")],
+    "a method other than forward": [(CALL, "(args, lambda images: ddp_model.module.forward(images)")],
+    "a weight outside of the model": [(OPTIMIZER, OWN_SCALE), ("outputs.float()", "outputs * args.scale")],
+    "a learning rate of each rank": [(STEP, f"optimizer.param_groups[0]['lr'] = loss.item() / 50; {STEP}")],
+    "two backward calls": [(BACKWARD, f"loss.backward(retain_graph=True); {BACKWARD}")],
+    "a model that is converted and converted back": [(ZERO, f"{ZERO}; model.double(); model.float()")],
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_different_weights_end_the_run_and_are_not_saved(cause, tmp_path):
+    copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, *CAUSES[cause])
+    finished = train(tmp_path, 2)
+    assert finished.returncode != 0 and "after epoch 1, the weights of the processes differ: " in finished.stdout
+    assert not (tmp_path / "run.pt").exists()
+
+
+def test_weights_of_all_kinds_are_compared_on_all_ranks_but_for_rounding(tmp_path):
+    copy_script(tmp_path, "ddp_launch_train")
+    in_group(2, tmp_path, """
+from ddp_launch_train import weights_differ
+
+def differ(weight):
+    return weights_differ(torch.optim.SGD([nn.Parameter(weight, requires_grad=False)]), "cpu")
+
+generator = torch.Generator().manual_seed(1)
+weight, noise = torch.randn(2, 30, 4, generator=generator)
+imaginary, uint8 = weight * 1j, torch.arange(99, dtype=torch.uint8)
+for kind in weight, weight.T, weight.double(), weight.half(), imaginary, uint8, torch.zeros(3):
+    assert differ(kind + rank) and not differ(kind)
+assert differ(imaginary * (1 + rank))
+assert not differ(weight * (1 + rank * 1e-7 * noise))  # float32 has a precision of 1.2e-7
+""")
+
+
+def test_one_rank_prepares_the_data(tmp_path):
+    prepare_data = "prepare_data = lambda: open('prepared', 'x')"  # fails if the file is there
+    in_group(2, tmp_path, f"from filelock import FileLock\n{prepare_data}\n{block('prepare')}")

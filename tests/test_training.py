@@ -61,12 +61,8 @@ def test_spawn_trains_like_launch_bit_for_bit_and_returns_the_metrics_to_a_noteb
     assert returned == torch.load(spawn / "run.pt")["metrics"]
 
 
-def test_each_flag_has_its_default_and_only_some_may_change_when_a_run_resumes(tmp_path):
+def test_only_some_flags_may_change_when_a_run_resumes(tmp_path):
     args = dp_train.parse_args([])
-    defaults = dict(data_dir="data", synthetic=None, arch="resnet50", image_size=32, pretrained=None, epochs=30)
-    defaults |= dict(batch_size=None, lr=None, precision="fp32", compile=False, workers=0, seed=21)
-    assert vars(args) == defaults | dict(clip_grad=None, checkpoint=None)
-    assert dp_train.parse_args(["--pretrained", "all"]).image_size == 224
     path, flags, may_change = tmp_path / "run.pt", vars(args) | dict(steps=5), set()
     dp_train.save_checkpoint(path, flags, {}, 3, dict(val_accuracy=0.5, best=0.6), False)
     for name in [*flags, "new_flag"]:
@@ -85,8 +81,11 @@ def test_the_optimizer_and_its_schedule(script):
         assert dict(lr=peak, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True).items() <= group.items()
     buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
     assert len(buffers) == 2 * (script == "apex_amp_train") and not any(buffer.any() for buffer in buffers)
-    scheduler = module.build_scheduler(None, optimizer, 100)
-    rates = [(optimizer.step(), scheduler.step(), group["lr"])[2] for _ in range(99)]
+    scheduler, rates = module.build_scheduler(None, optimizer, 100), []
+    for _ in range(99):
+        optimizer.step()
+        scheduler.step()
+        rates.append(group["lr"])
     assert max(rates) == pytest.approx(0.1) and rates[-1] < 1e-3 and group["momentum"] == 0.9
 
 
@@ -139,9 +138,8 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
     assert uninterrupted.stdout.count("train_seen 60") == uninterrupted.stdout.count("val_seen 61") == 2  # epochs
     columns = list(zip(*re.findall("ITEM (.*) (.*) (.*)", uninterrupted.stdout)))
     assert all(len(set(column)) == len(column) > 200 for column in columns)  # No random number is used twice.
-    sentence = "run.pt has {}: use the same flags and data, or another file"
-    assert sentence.format("masks=masks") in start("killed", "--masks", "other").stdout
-    assert sentence.format("steps=5") in start("killed", edits=[("args.synthetic)]", "73)]")]).stdout
+    sentence = "run.pt has masks=masks: use the same flags and data, or another file"
+    assert sentence in start("killed", "--masks", "other").stdout
 
 
 def test_a_resume_on_three_machines_without_a_shared_disk_trains_on_like_two(tmp_path):
@@ -179,16 +177,12 @@ def test_1_2_and_3_processes_train_and_validate_alike_on_the_same_global_batch(i
     assert states[0]["metrics"]["best"] > states[0]["metrics"]["train_loss"] + 0.05
 
 
-def test_ranks_have_their_own_images_in_each_epoch_and_validate_the_same_model(tmp_path):
+def test_all_ranks_validate_the_same_model(tmp_path):
     line = '        epoch_metrics |= {f"val_'
-    say = "        print('EPOCH', epoch, model[1].running_mean.tolist(), 'IMAGES', *sampler, force=True)\n"
-    say += "        print('FROZEN', gc.get_freeze_count())\n"
+    say = "        print('MEAN', epoch, model[1].running_mean.tolist(), force=True)\n"
     finished = train(copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL, (line, say + line)), 2)
-    frozen_in_epoch_1, frozen_in_epoch_2 = (int(count) for count in re.findall("FROZEN (.*)", finished.stdout))
-    assert frozen_in_epoch_2 > frozen_in_epoch_1 + 1000  # objects that Python's garbage collector leaves alone
-    models, images = zip(*re.findall("EPOCH (.*) IMAGES (.*)", finished.stdout))
-    assert len(models) == len(set(images)) == 4  # one for each rank and epoch
-    assert len(set(models)) == 2  # one for each epoch; before validation, BatchNorm gets rank 0's statistics
+    models = re.findall("MEAN .*", finished.stdout)
+    assert len(models) == 4 and len(set(models)) == 2  # of BatchNorm on two ranks, in two epochs
 
 
 # In float64, scaling a loss by a power of two changes no bit of its unscaled gradients.
