@@ -80,7 +80,7 @@ for name, case in CASES.items():
 if rank == 0:
     torch.save(results, "results.pt")
 """
-WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
+WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\nloss.backward()\n"
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
 in_parts = f"""weights = class_weights[labels.clamp(min=0)] * (labels != -100)
 total, whole_loss, parts = {said("sum_over_all(weights.sum())")}, 0, list(zip(images.split(1), labels.split(1)))
@@ -94,13 +94,12 @@ loss = whole_loss
 """
 gathered, views = pieces("gathered")
 views = f"view_1, view_2 = images, images.flip(1)\n{views}"
-CONTRAST = "loss = -(first.flatten(1) @ second.flatten(1).T).log_softmax(1).diagonal().mean()\n"
-BACKWARD = "loss.backward()\n"
+CONTRAST = "loss = -(first.flatten(1) @ second.flatten(1).T).log_softmax(1).diagonal().mean()\nloss.backward()\n"
 LOSSES = {  # the ordinary code for one process, the recipe
-    "class weights, gathered": (WEIGHTED + BACKWARD, gathered + BACKWARD),
-    "class weights and smoothing, by sums": (SMOOTHED + BACKWARD, block("by sums") + BACKWARD),
-    "class weights, in parts": (WEIGHTED + BACKWARD, in_parts),
-    "two views": (views.replace("gather(rows)", "rows") + CONTRAST + BACKWARD, views + CONTRAST + BACKWARD),
+    "class weights, gathered": (WEIGHTED, f"{gathered}loss.backward()"),
+    "class weights and smoothing, by sums": (SMOOTHED, f"{block('by sums')}loss.backward()"),
+    "class weights, in parts": (WEIGHTED, in_parts),
+    "two views": (views.replace("gather(rows)", "rows") + CONTRAST, views + CONTRAST),
 }
 
 
@@ -319,7 +318,6 @@ for weight in model.parameters():
 outputs = model(images)
 confusion = all_reduced(dict(confusion=confusion_of(outputs[share], labels[share])))["confusion"]
 torch.testing.assert_close(f1_of(confusion).float(), multiclass_f1_score(outputs, labels, 10, average="macro"))
-
 batches = list(zip(images[share].split(7), labels[share].split(7)))
 metrics = validate(Namespace(image_size=4, pretrained=None), model, batches, "cpu")
 assert metrics["accuracy"] == (outputs.argmax(1) == labels).double().mean()
