@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import socket
 import sys
 from textwrap import dedent, indent
 
@@ -499,3 +500,25 @@ def test_torchrun_writes_a_log_for_each_rank_and_restarts_a_run_that_was_killed(
         [log] = folder.glob(f"logs/*/attempt_{attempt}/{rank}/stdout.log")
         assert f"rank {rank}: process" in log.read_text()
     assert finished.returncode == 0 and saved_by(folder) == saved_by(uninterrupted)
+
+
+# Two processes of this machine stand for two machines.
+HERE = {"per-node=gpu": "per-node=1", "_train.py": f"_train.py {' '.join(SMALL)}", "10.0.0.1": "127.0.0.1"}
+SLURM = """scontrol() { echo 127.0.0.1; }
+srun() { shift 2; SLURM_NODEID=1 "$@" & SLURM_NODEID=0 "$@" && wait $!; }
+"""
+
+
+@pytest.mark.parametrize("name", ["two machines", pytest.param("slurm", marks=pytest.mark.slow)])
+def test_the_commands_for_several_machines_train_on_two(name, start, tmp_path):
+    copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    commands = SLURM + block(name).replace("eth0", "lo").replace("29500", port)
+    for old, new in HERE.items():
+        commands = commands.replace(old, new)
+    settings = dict(SLURM_JOB_ID=port, SLURM_JOB_NODELIST="", SLURM_CPUS_PER_TASK="1", SLURM_NNODES="2")
+    settings |= dict(PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
+    if name == "two machines":
+        start(["bash", "-c", commands.replace("node-rank=0", "node-rank=1")], "", cwd=tmp_path, **settings)
+    assert result(run(["bash", "-c", commands], cwd=tmp_path, **settings))["world_size"] == 2
