@@ -1,0 +1,61 @@
+"""minimal/: README shows its diff, both programs learn, and ddp.py does right what a port often does wrong."""
+
+import re
+
+import pytest
+import torch
+from conftest import run, train_minimal
+from editing import IMAGES, ROOT, SMALL_MINIMAL
+from pages import after, line
+
+
+def test_readme_shows_the_diff_of_the_two_programs():
+    files = ROOT / "minimal" / "one_gpu.py", ROOT / "minimal" / "ddp.py"
+    diff = run(["diff", "-U", "999", *files]).stdout.split("\n", 3)[3]
+    assert f"```diff\n{diff}```\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("nproc", [0, 1, 2, 3])
+def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(nproc, tmp_path):
+    finished = train_minimal(nproc, tmp_path)
+    assert finished.returncode == 0
+    printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
+    assert len(printed) == 4 and printed[-1] > 0.3  # four epochs, each printed once
+    scope = dict(torch=torch, nn=torch.nn)
+    exec(f"{IMAGES}\nmodel = {SMALL_MINIMAL['models.resnet50(num_classes=10)']}.eval()", scope)
+    images, labels = scope["small_images"](61).tensors
+    scope["model"].load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    accuracy = (scope["model"](images).argmax(1) == labels).double().mean().item()
+    assert printed[-1] == pytest.approx(accuracy, abs=5e-5)  # of the saved weights, each image counted once
+
+
+def test_of_two_machines_rank_0_alone_prints_and_saves_and_both_validate_its_model(tmp_path):
+    own_folder = after(line("world_size = int"), "os.mkdir(f'machine {rank}')\nos.chdir(f'machine {rank}')\n")
+    say = "print(f'SEED {torch.initial_seed()} MEAN {model[2].running_mean.sum()}\\n', end='')\n"
+    say = after(line("all_reduce"), say)
+    finished = train_minimal(2, tmp_path, ('int(os.environ["LOCAL_RANK"])', "0"), own_folder, say)
+    assert finished.returncode == 0 and finished.stdout.count("accuracy") == 4
+    seeds, means = zip(*re.findall("SEED (.*) MEAN (.*)", finished.stdout))
+    assert len(seeds) == 8 and len(set(seeds)) == 2 and len(set(means)) == 4  # of 2 ranks, and of 4 epochs
+    assert [path.parent.name for path in tmp_path.glob("machine */model.pt")] == ["machine 0"]
+
+
+def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
+    linear = ("models.resnet50(num_classes=10)", "nn.Sequential(nn.Flatten(), nn.Linear(48, 10))")
+    finished = train_minimal(2, tmp_path, ("(ddp_model(images)", "(model(images)"), ("lr=1e-3", "lr=1e-5"), linear)
+    assert finished.returncode != 0 and "the weights of the ranks differ" in finished.stdout
+    assert "accuracy" not in finished.stdout and not (tmp_path / "model.pt").exists()
+
+
+def test_one_process_downloads_while_the_others_wait(tmp_path):
+    make = """    made = datasets.CIFAR10
+    def make(*_, train, download=False, **__):
+        if download:
+            open("downloading", "x").close()  # an error if another process downloads
+            time.sleep(0.5)
+            os.remove("downloading")
+        return made(train=train)
+    datasets.CIFAR10 = make
+"""
+    slow = ("    torch.manual_seed(21)\n", f"    import time\n{make}    torch.manual_seed(21)\n")
+    assert train_minimal(2, tmp_path, slow, epochs=1).returncode == 0
