@@ -7,9 +7,8 @@ The default, torch.amp with GradScaler, is for GPUs without bfloat16 (before Amp
 no GradScaler: use ddp_launch_train.py. (This ResNet was 1.1 to 1.3 times as fast in float16, but not compiled.)
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
-zero in float16. So the loss is multiplied by a scale before the backward pass, and the gradients are divided by it
-before the optimizer's step. If they overflow, the step is skipped and the scale is halved. It begins at 65,536, so
-a few skipped steps are normal. (bfloat16 has float32's range, and needs no scale.)
+zero there, so the loss is multiplied by a scale before the backward pass, and gradients are divided by it before
+the optimizer's step. If they overflow, the step is skipped and the scale is halved, which is normal at first.
 
 Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32 (TF32 in convolutions,
 from Ampere on). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are float16, except
@@ -108,8 +107,7 @@ def main(args):
     # [DDP 6/7] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
-        # Compile in one piece, which was faster on two GPUs. DDP then averages at the end of backward().
-        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.optimize_ddp = False  # one piece is faster; DDP then averages after backward()
         ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # also saves work of the CPU
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
@@ -264,8 +262,7 @@ class ApexState:
         self.optimizer = optimizer
 
     def state_dict(self):
-        weights = [weight.detach() for weight in amp.master_params(self.optimizer)]
-        return dict(scale=amp.state_dict(), weights=weights)
+        return dict(scale=amp.state_dict(), weights=[w.detach() for w in amp.master_params(self.optimizer)])
 
     def load_state_dict(self, state):
         self.optimizer._amp_lazy_init()  # makes O2's float32 weights now, not in the first step; a private method
@@ -315,12 +312,10 @@ def load_checkpoint(path, flags, stateful):
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     objects = [torch.load(path, map_location="cpu", weights_only=True) if exists else None]
     dist.broadcast_object_list(objects, src=0)
-    checkpoint = objects[0]
-    if checkpoint is None:
+    if (checkpoint := objects[0]) is None:
         return 0, dict(best=-math.inf)
-    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
-    for name, saved in checkpoint["flags"].items():
-        if name not in may_change and saved != flags.get(name):
+    for name, saved in checkpoint["flags"].items():  # some may change:
+        if name not in ("data_dir", "precision", "compile", "workers", "checkpoint") and saved != flags.get(name):
             raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

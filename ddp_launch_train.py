@@ -86,8 +86,7 @@ def main(args):
     # [DDP 6/7] does it once an epoch, which is faster. (DDP(broadcast_buffers=False) is deprecated since 2.13.)
     ddp_model.broadcast_buffers = False
     if args.compile:
-        # Compile in one piece, which was faster on two GPUs. DDP then averages at the end of backward().
-        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.optimize_ddp = False  # one piece is faster; DDP then averages after backward()
         ddp_model = torch.compile(ddp_model, mode="reduce-overhead")  # also saves work of the CPU
 
     print(f"rank {rank}: process {os.getpid()} on {device}: {epochs_done} epochs are done", force=True, flush=True)
@@ -254,12 +253,10 @@ def load_checkpoint(path, flags, stateful):
     exists = dist.get_rank() == 0 and path and os.path.exists(path)
     objects = [torch.load(path, map_location="cpu", weights_only=True) if exists else None]
     dist.broadcast_object_list(objects, src=0)
-    checkpoint = objects[0]
-    if checkpoint is None:
+    if (checkpoint := objects[0]) is None:
         return 0, dict(best=-math.inf)
-    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
-    for name, saved in checkpoint["flags"].items():
-        if name not in may_change and saved != flags.get(name):
+    for name, saved in checkpoint["flags"].items():  # some may change:
+        if name not in ("data_dir", "precision", "compile", "workers", "checkpoint") and saved != flags.get(name):
             raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

@@ -190,9 +190,8 @@ def load_checkpoint(path, flags, stateful):
     checkpoint = torch.load(path, map_location="cpu", weights_only=True) if path and os.path.exists(path) else None
     if checkpoint is None:
         return 0, dict(best=-math.inf)
-    may_change = {"data_dir", "precision", "compile", "workers", "checkpoint"}
-    for name, saved in checkpoint["flags"].items():
-        if name not in may_change and saved != flags.get(name):
+    for name, saved in checkpoint["flags"].items():  # some may change:
+        if name not in ("data_dir", "precision", "compile", "workers", "checkpoint") and saved != flags.get(name):
             raise SystemExit(f"{path} has {name}={saved!s:.99}: use the same flags and data, or another file")
     for name, part in stateful.items():
         part.load_state_dict(checkpoint[name])

@@ -246,4 +246,4 @@ def test_two_files_are_compared(tmp_path):
     program = (ROOT / "minimal" / "checks.py").read_text()
     assert "the files are the same" in run_checks(tmp_path, program, "a", "b", "speed")
     assert "in 'speed', \"a\", but \"b\", saved" in run_checks(tmp_path, program, "a", "b")
-    assert "in 'weights', \"[1.0, nan]... " in run_checks(tmp_path, program, "a", "c")
+    assert "in 'weights', \"array([ 1., nan])... " in run_checks(tmp_path, program, "a", "c")
