@@ -50,10 +50,9 @@ def run(arguments, cwd=None, **env):
 
 
 def in_processes(nproc, folder, program, *argv, **env):
-    """Run a Python file in `nproc` processes with torchrun's environment (0: in one, without it), in a folder.
+    """Run a Python file in `nproc` processes as torchrun does (0: in one, without it), but in a tenth of a second.
 
-    This takes a tenth of a second, and torchrun some seconds. Return what it printed (also to stderr), and whether
-    it failed, as run() does.
+    Return what it printed (also to stderr), and whether it failed, as run() does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").unlink(missing_ok=True)
@@ -91,8 +90,7 @@ def run_program(rank, has_ranks, folder, program, argv, env):
 
 
 GROUP = """
-import os, torch
-import torch.distributed as dist
+import os, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")

@@ -117,8 +117,6 @@ RIGHT = {
     "frozen and transposed weights": [(f"return {RESNET}", f"model = {RESNET}; {UNUSUAL}; return model")],
 }
 MISTAKES = {
-    "trained with model": [(CALL, "(args, model, batch")],
-    # Only weights that start at 0 change by more than rounding.
     "trained with model at a tiny rate": [(CALL, "(args, model, batch"), ("else args.lr", "else 1e-10")],
     "moved to the CPU and back": [(WRAPPED, f"{WRAPPED}    model.cpu(); model.to(device)\n")],
     "no_sync": [(WRAPPED, f"{WRAPPED}    ddp_model.require_backward_grad_sync = False\n")],

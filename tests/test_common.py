@@ -1,7 +1,10 @@
 """common.py: the data, its augmentation, the model, printing, seeding."""
 
+import builtins
 import os
 import pickle
+import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,3 +71,22 @@ def test_images_are_resized_and_normalised_as_torchvision_does_and_float_images_
         torch.testing.assert_close(common.prepare(images, 8, pretrained), expected, rtol=1e-4, atol=1e-5)
         assert common.prepare(expected, 9, pretrained, augment=True) is expected
     assert common.prepare(images[:, :9, :8], 8).shape == (3, 3, 8, 8)
+
+
+def test_other_ranks_print_only_by_force_or_to_a_file(monkeypatch, capsys):
+    monkeypatch.setattr(builtins, "print", print)  # put back at the end
+    for rank in 0, 1:
+        common.setup_for_distributed(rank == 0)
+        print("a", rank, sep="-", end=".")
+        print("b", rank, force=True)
+        print("c", rank, file=sys.stderr)
+    assert capsys.readouterr() == ("a-0.b 0\nb 1\n", "c 0\nc 1\n")
+
+
+def test_each_seed_epoch_and_rank_has_random_numbers_of_its_own():
+    def draw(*numbers):
+        common.seed_everything(*numbers)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    draws = [draw(*numbers) for numbers in ((21,), (22,), (21, 1), (21, 0, 1), (21, 1, 1), (21, 2, 0))]
+    assert all(len(set(numbers)) == 6 for numbers in zip(*draws)) and draw(21, 0, 0) == draws[0]

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from conftest import in_processes, run, train_minimal
+from conftest import run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL
-from pages import after, block, line
+from pages import after, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -59,10 +59,3 @@ def test_one_process_downloads_while_the_others_wait(tmp_path):
 """
     slow = ("    torch.manual_seed(21)\n", f"    import time\n{make}    torch.manual_seed(21)\n")
     assert train_minimal(2, tmp_path, slow, epochs=1).returncode == 0
-
-
-def test_one_of_two_ranks_prepares_the_data_while_the_other_waits(tmp_path):
-    mkdir = "def prepare_data():\n    os.mkdir('prepared')  # fails if another rank has done it\n"
-    (tmp_path / "program.py").write_text(f"import os\nfrom filelock import FileLock\n{mkdir}{block('prepare')}")
-    finished = in_processes(2, tmp_path, "program.py")
-    assert finished.returncode == 0 and (tmp_path / "prepared").is_dir()
