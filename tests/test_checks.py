@@ -189,7 +189,7 @@ MISTAKES = {
     "a resume with other rates": ("in 'rates', 0.1 but 0.2 saved", IMAGES, ("0.1]))", "0.2]))")),
     "no sampler": ("images come twice", IMAGES, ("sampler=sampler, drop_last=True", "shuffle=True")),
     "images left out": ("25 of 61 images", IMAGES, ("DistributedSampler(data", "DistributedSampler(range(40)")),
-    "no set_epoch": ("an earlier epoch had this order", IMAGES, ("sampler.set_epoch(epoch)", "pass")),
+    "no set_epoch": ("this order is an earlier epoch's", IMAGES, ("sampler.set_epoch(epoch)", "pass")),
     "other images": ("in 'image', ", IMAGES, ("in zip(images, labels)", "in zip(images.roll(rank, 0), labels)")),
     "no step": ("the loader has no batch", IMAGES, ("12 // world_size", "62 // world_size")),
     "other sizes": ("in 'images', .images.: 60, but .images.: 61,", IMAGES, ("zip(images", "zip(images[rank:]")),
