@@ -33,8 +33,8 @@ os.environ |= dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
 # in_processes() starts processes by fork from a server that has no threads and has imported these.
 multiprocessing.set_forkserver_preload(["pytest", "torch._dynamo", "torchvision", "torchmetrics"])
 
-SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()
-# 5 steps in an epoch: a smaller last batch is dropped.
+SMALL = "--synthetic 61 --arch resnet18 --image-size 4 --batch-size 12 --lr 0.02 --epochs 2".split()  # 5 steps
+
 
 def command(script, *flags, nproc=2, folder=ROOT):
     """Return the command that starts a script, with torchrun for `nproc` processes where it needs that."""

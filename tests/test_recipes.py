@@ -110,12 +110,13 @@ def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
 
 
 # ------------------------------------------------------------ Trainings: the same weights on 1, 2 and 3 processes
+LAYERS = "nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10)"
+DROPOUT = ("nn.Tanh()", "nn.Dropout(0.1)")
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
-# Edits of minimal/ddp.py: float64, and no BatchNorm.
-EXACT = [
+EXACT = [  # edits of minimal/ddp.py: float64, and no BatchNorm
     functions("import contextlib, gc, glob, itertools, math\ntorch.set_default_dtype(torch.float64)\n"),
     ("batch_size=512, sampler", "batch_size=12 // world_size, sampler"),
-    ("models.resnet50(num_classes=10)", "nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10))"),
+    ("models.resnet50(num_classes=10)", f"nn.Sequential(nn.Flatten(), {LAYERS})"),
     (line("optimizer = "), SGD),  # AdamW would not see a wrong factor
 ]
 EPOCHS, SET_EPOCH, LOOP = line("    for epoch in"), line("set_epoch"), line("in train_loader", 2)
@@ -264,9 +265,6 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
     if ordinary is not None and name not in RIGHT_ON_TWO:
         _, weights = train_on(2, tmp_path / "run", script, ordinary)
         assert weights is None or not equal(weights, expected)  # so the recipe is needed
-
-
-DROPOUT = ("nn.Tanh()", "nn.Dropout(0.1)")
 
 
 def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
