@@ -169,7 +169,7 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
 
 def test_a_resume_on_three_machines_without_a_shared_disk_trains_on_like_two(tmp_path):
     line = "    # [DDP 2/7]"
-    own_folder = "    os.makedirs(f'machine {rank}', exist_ok=True)\n    os.chdir(f'machine {rank}')\n"
+    own_folder = "    local_rank = 0; os.makedirs(f'machine {rank}', exist_ok=True); os.chdir(f'machine {rank}')\n"
     count = ("dict(loss=sums", "dict(seen=sums['images'], loss=sums")
     edits = [*FLOAT64, (line, own_folder + line), count]
     train(copy_script(tmp_path / "uninterrupted", "ddp_launch_train", *edits), 2)
