@@ -163,6 +163,7 @@ def test_right_ports_pass(nproc, recorded):
 # Mistakes of two processes: what the run ends with, the port, and edits of it.
 MISTAKES = {
     "model(images)": ("the weights of the ranks differ", IMAGES, ("= ddp_model(", "= model(")),
+    "their order": (".*torch.Size", IMAGES, ("(model.parameters()", "([*model.parameters()][::1 - 2 * rank]")),
     "NaN": ("the weights of the ranks differ: weight 0 by nan", IMAGES,
         ("    checks.same_w", "    model[0].weight.data[0] = torch.nan\n    checks.same_w")),
     "class weights": ("gradient, call 1: .*close", IMAGES, ('"label"])', '"label"], torch.tensor([1.0, 5.0]))')),
