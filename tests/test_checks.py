@@ -236,15 +236,15 @@ checks.same_as_before("other", torch.nan)
 
 def test_a_script_that_does_not_connect_and_python_O(tmp_path):
     assert "not connected" in run_checks(tmp_path, "import checks; checks.same_as_before('m', 1)", WORLD_SIZE="2")
+    assert run_checks(tmp_path, "import checks; checks.print_at_exit()") == "checks: none passed\n"
     nodes = ast.walk(ast.parse((tmp_path / "checks.py").read_text()))
     assert not any(isinstance(node, ast.Assert) for node in nodes) and not list(tmp_path.glob("*.txt"))
 
 
 def test_two_files_are_compared(tmp_path):
     for name, last in ("a", 2.0), ("b", 2.0), ("c", 3.0):
-        flags = Namespace(speed=[name, 1], rate=1e-3)
-        torch.save(dict(weights=[torch.tensor([torch.nan] * 99 + [last])], flags=flags), tmp_path / name)
-    program = (ROOT / "minimal" / "checks.py").read_text()
-    assert "the files are the same" in run_checks(tmp_path, program, "a", "b", "speed")
+        torch.save(dict(w=torch.tensor([torch.nan] * 99 + [last]), f=Namespace(speed=[name, 1])), tmp_path / name)
+    program = (ROOT / "minimal" / "checks.py").read_text() + "    print_at_exit()\n"
+    assert "checks: the files are the same" in run_checks(tmp_path, program, "a", "b", "speed")
     assert "in 'speed', \"a\", but \"b\", saved" in run_checks(tmp_path, program, "a", "b")
-    assert "in 'weights', \"array([nan, nan, " in run_checks(tmp_path, program, "a", "c")
+    assert "in 'w', \"array([nan, nan, " in run_checks(tmp_path, program, "a", "c")

@@ -402,7 +402,7 @@ def test_ema_resumes_exactly_and_its_best_weights_give_the_best_metric(tmp_path)
 
     images, labels = zip(*common.load_cifar10(None, 61)[1])
     torch.save(torch.stack(images), folder / "images.pt")
-    program = f"import torch\nimages = torch.load('images.pt')\n{block('evaluation')}\nprint(outputs.tolist())"
+    program = f"images = __import__('torch').load('images.pt')\n{block('evaluation')}\nprint(outputs.tolist())"
     (folder / "evaluate.py").write_text(program)
     outputs = torch.tensor(ast.literal_eval(in_processes(0, folder, "evaluate.py").stdout))
     accuracy = (outputs.argmax(1) == torch.tensor(labels)).double().mean().item()
