@@ -247,4 +247,4 @@ def test_two_files_are_compared(tmp_path):
     program = (ROOT / "minimal" / "checks.py").read_text() + "    print_at_exit()\n"
     assert "checks: the files are the same" in run_checks(tmp_path, program, "a", "b", "speed")
     assert "in 'speed', \"a\", but \"b\", saved" in run_checks(tmp_path, program, "a", "b")
-    assert "in 'w', \"array([nan, nan, " in run_checks(tmp_path, program, "a", "c")
+    assert "in 'w', \"w\": \"array([nan, nan, " in run_checks(tmp_path, program, "a", "c")
