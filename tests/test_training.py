@@ -33,7 +33,8 @@ def first_runs(tmp_path_factory):
         if script != "dp_train":
             say = "print('MEAN', epoch, model[1].running_mean.tolist(), force=True)\n"
             edits += [SMALL_MODEL, before('        epoch_metrics |= {f"val_', say)]
-        edits += [('    print("RESULT"', '    print("FROZEN", gc.get_freeze_count())\n    print("RESULT"')]
+        edits += [before("    loss = nn.", "print('TRAINING', training)\n")]
+        edits += [before('    print("RESULT"', "print('FROZEN', gc.get_freeze_count())\n")]
         folder = copy_script(tmp_path_factory.mktemp("a project") / script, script, *edits)
         flags = ["--checkpoint", "new/run.pt", "--clip-grad", "2"]
         if script == "ddp_spawn_train":  # as in a notebook: no other process can import what stands after -c
@@ -50,6 +51,7 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only_and_saves_the_model(sc
     processes = 1 if script == "dp_train" else 2
     assert result(finished)["world_size"] == processes == finished.stdout.count("epochs are done")
     assert len(re.findall(r"^epoch \d step 5/5 loss ", finished.stdout, re.M)) == 2  # epochs
+    assert re.findall("TRAINING (.*)", finished.stdout) == (["True"] * 5 + ["False"] * 6) * 2  # batches of rank 0
     models = re.findall("MEAN .*", finished.stdout)
     assert len(models) == 4 and len(set(models)) == 2 or processes == 1  # of BatchNorm, on two ranks in two epochs
     assert re.search(r"FROZEN [1-9]\d{3}", finished.stdout)  # objects that Python's garbage collector leaves alone
@@ -168,13 +170,12 @@ def test_a_copy_with_own_data_model_and_metrics_resumes_exactly_if_it_is_killed_
 
 
 def test_a_resume_on_three_machines_without_a_shared_disk_trains_on_like_two(tmp_path):
-    line = "    # [DDP 2/7]"
-    own_folder = "    local_rank = 0; os.makedirs(f'machine {rank}', exist_ok=True); os.chdir(f'machine {rank}')\n"
+    own = "args.checkpoint = args.data_dir = f'machine {rank}/run.pt'; args.workers = rank\n"
     count = ("dict(loss=sums", "dict(seen=sums['images'], loss=sums")
-    edits = [*FLOAT64, (line, own_folder + line), count]
-    train(copy_script(tmp_path / "uninterrupted", "ddp_launch_train", *edits), 2)
-    train(copy_script(tmp_path / "resumed", "ddp_launch_train", *edits, KILLED_IN_EPOCH_2), 2)
-    resumed = train(copy_script(tmp_path / "resumed", "ddp_launch_train", *edits), 3)
+    edits = [*FLOAT64, before("    # [DDP 2/7]", own), count]
+    train(copy_script(tmp_path / "uninterrupted", "ddp_launch_train", *edits), 2, LOCAL_RANK="0")
+    train(copy_script(tmp_path / "resumed", "ddp_launch_train", *edits, KILLED_IN_EPOCH_2), 2, LOCAL_RANK="0")
+    resumed = train(copy_script(tmp_path / "resumed", "ddp_launch_train", *edits), 3, LOCAL_RANK="0")
     assert resumed.stdout.count(": 1 epochs are done") == result(resumed)["world_size"] == 3
     assert result(resumed)["val_seen"] == 61  # each image once
     assert {path.parent.name for path in tmp_path.glob("resumed/machine */*")} == {"machine 0"}
