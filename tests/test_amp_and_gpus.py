@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import GPUS, ON_GPUS, command, result, run, train
 from editing import APEX_ON_THE_CPU, RESNET, ROOT, SMALL_MODEL, copy_script
-from pages import block, edits_of
+from pages import before, block, edits_of
 
 from apex_amp_train import amp
 
@@ -30,17 +30,13 @@ def run_and_resume(folder, start, *edits):
 
 
 # Prints the type of the model's outputs, which is float32 without autocast.
-LOSS = "    loss = nn.functional.cross_entropy("
-SAY_TYPE = (LOSS, f"    print('TYPE', outputs.dtype)\n{LOSS}")
-
-
-def train_apex(folder, *flags):
-    return lambda: train(folder, 1, *flags, script="apex_amp_train")
+SAY_TYPE = before("    loss = nn.functional.cross_entropy(", "print('TYPE', outputs.dtype)\n")
 
 
 def test_apex_scales_clips_and_steps_and_resumes_like_an_uninterrupted_run(tmp_path):
     shutil.copytree(ROOT / "tests" / "stand_in", tmp_path, dirs_exist_ok=True)
-    start = train_apex(tmp_path, *"--backend apex --opt-level O2 --clip-grad 0.5".split())
+    flags = "--backend apex --opt-level O2 --clip-grad 0.5".split()
+    start = lambda: train(tmp_path, 1, *flags, script="apex_amp_train")  # noqa: E731
     first, _, *saved = run_and_resume(tmp_path, start, APEX_ON_THE_CPU, SMALL_MODEL, SAY_TYPE)
     assert "epoch 1 loss scale 128" in first.stdout and "overridden" not in first.stdout
     assert set(re.findall("TYPE (.*)", first.stdout)) == {"torch.float32"}
@@ -55,18 +51,12 @@ def test_torch_amp_unscales_before_it_clips_and_skips_a_step_that_overflows_and_
     overflow = ("scaler.scale(loss)", "scaler.scale(loss * (math.inf if epoch == step == 1 else 1))")
     scale = ("GradScaler(device.type)", "GradScaler(device.type, init_scale=256)")
     edits = ("fused=True)\n", say), overflow, scale, SMALL_MODEL, SAY_TYPE
-    first, second, *_ = run_and_resume(tmp_path, train_apex(tmp_path, "--clip-grad", "0.125"), *edits)
+    start = lambda: train(tmp_path, 1, "--clip-grad", "0.125", script="apex_amp_train")  # noqa: E731
+    first, second, *_ = run_and_resume(tmp_path, start, *edits)
     assert set(re.findall("TYPE (.*)", first.stdout)) == {"torch.float16"}
     norms = [float(norm) for norm in re.findall("NORM (.*)", first.stdout)]
     assert norms == [pytest.approx(0.125, rel=2e-3)] * 9  # of ten steps, the first is skipped
     assert re.findall("loss scale (.*)", first.stdout + second.stdout) == ["128"] * 3
-
-
-def test_gradients_that_are_nan_in_each_step_end_the_run_though_its_loss_is_finite(tmp_path):
-    nan = ("scaler.scale(loss)", "scaler.scale(loss * math.nan)")
-    copy_script(tmp_path, "apex_amp_train", nan, SMALL_MODEL)
-    finished = train(tmp_path, 1, "--epochs", "60", script="apex_amp_train")
-    assert finished.returncode != 0 and "the loss scale is near 0" in finished.stdout
 
 
 def run_on_gpus(arguments, tmp_path, *edits):
@@ -76,7 +66,7 @@ def run_on_gpus(arguments, tmp_path, *edits):
 
 
 def losses(finished):
-    assert result(finished)["gpus"] >= 1
+    assert result(finished)["gpus"] >= 1 and "process group has NOT been destroyed" not in finished.stderr
     return [float(loss) for loss in re.findall(r"step \d+/\d+ loss (\S+)", finished.stdout)]
 
 

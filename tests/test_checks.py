@@ -160,12 +160,13 @@ def test_right_ports_pass(nproc, recorded):
     assert output.count(": 10 calls, of 10 recorded") == (5 if nproc == 1 else 4)
 
 
+SEED = "\nseed_each_rank()"
 # Mistakes of two processes: what the run ends with, the port, and edits of it.
 MISTAKES = {
     "model(images)": ("the weights of the ranks differ", IMAGES, ("= ddp_model(", "= model(")),
+    "rates": ("the weights of the ranks differ", IMAGES, ("(), 0.01)", "(), 0.01 + rank)")),
     "their order": (".*torch.Size", IMAGES, ("(model.parameters()", "([*model.parameters()][::1 - 2 * rank]")),
-    "NaN": ("the weights of the ranks differ: weight 0 by nan", IMAGES,
-        ("    checks.same_w", "    model[0].weight.data[0] = torch.nan\n    checks.same_w")),
+    "NaN": (".*by nan", IMAGES, ("loss.backward()", "loss.backward(); model[0].weight.data *= torch.nan")),
     "class weights": ("gradient, call 1: .*close", IMAGES, ('"label"])', '"label"], torch.tensor([1.0, 5.0]))')),
     "a factor": ("gradient, call 1: .*: 0.(5|499)", IMAGES, ("loss.backward()", "(loss / world_size).backward()")),
     "BatchNorm": ("gradient, call 1: .*close", IMAGES, ("model.eval()", "model.train()")),
@@ -189,17 +190,16 @@ MISTAKES = {
     "smoothing of a rank": (".*0.11, but", IMAGES, ("(dict(smoothing=0.1", "(dict(smoothing=0.1 + rank / 100")),
     "a resume with other rates": ("in 'rates', 0.1 but 0.2 saved", IMAGES, ("0.1]))", "0.2]))")),
     "no sampler": ("images come twice", IMAGES, ("sampler=sampler, drop_last=True", "shuffle=True")),
+    "weighted draws": ("images come twice", IMAGES, ("=sampler,", "=WeightedRandomSampler([1.0] * 61, 61),")),
     "images left out": ("25 of 61 images", IMAGES, ("DistributedSampler(data", "DistributedSampler(range(40)")),
     "no set_epoch": ("this order is an earlier epoch's", IMAGES, ("sampler.set_epoch(epoch)", "pass")),
     "other images": ("in 'image', ", IMAGES, ("in zip(images, labels)", "in zip(images.roll(rank, 0), labels)")),
     "no step": ("the loader has no batch", IMAGES, ("12 // world_size", "62 // world_size")),
     "other sizes": ("in 'images', .images.: 60, but .images.: 61,", IMAGES, ("zip(images", "zip(images[rank:]")),
-    "a shuffle by random": ("same random numbers: seed random", TEXTS,
-        ("torch.randperm(5, generator=random_numbers).tolist()", "random.sample(range(5), 5)"),
-        ("\nseed_each_rank()", "\nseed_each_rank(); random.seed(21)")),
+    "equal draws of random": ("same random numbers: seed random", TEXTS, (SEED, f"{SEED}; random.seed(21)")),
     "equal weighted draws": ("ranks have drawn the same images", GAN, ("drawn[rank::world_size]", "drawn[:30]")),
-    "equal draws": ("same random numbers: seed PyTorch", GAN,
-        ("\nseed_each_rank()", "\nseed_each_rank(); torch.manual_seed(21)")),
+    "equal draws": ("same random numbers: seed PyTorch", GAN, (SEED, f"{SEED}; torch.manual_seed(21)")),
+    "equal draws of NumPy": ("same random numbers: seed NumPy", TEXTS, (SEED, f"{SEED}; np.random.seed(21)")),
 }
 
 

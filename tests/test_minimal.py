@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL
-from pages import after, line
+from pages import after, before, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -41,21 +41,18 @@ def test_of_two_machines_rank_0_alone_prints_and_saves_and_both_validate_its_mod
 
 
 def test_training_with_model_ends_with_an_error_and_saves_nothing(tmp_path):
-    linear = ("models.resnet50(num_classes=10)", "nn.Sequential(nn.Flatten(), nn.Linear(48, 10))")
-    finished = train_minimal(2, tmp_path, ("(ddp_model(images)", "(model(images)"), ("lr=1e-3", "lr=1e-5"), linear)
+    finished = train_minimal(2, tmp_path, ("(ddp_model(images)", "(model(images)"), ("lr=1e-3", "lr=1e-5"))
     assert finished.returncode != 0 and "the weights of the ranks differ" in finished.stdout
     assert "accuracy" not in finished.stdout and not (tmp_path / "model.pt").exists()
 
 
 def test_one_process_downloads_while_the_others_wait(tmp_path):
-    make = """    made = datasets.CIFAR10
-    def make(*_, train, download=False, **__):
-        if download:
-            open("downloading", "x").close()  # an error if another process downloads
-            time.sleep(0.5)
-            os.remove("downloading")
-        return made(train=train)
-    datasets.CIFAR10 = make
-"""
-    slow = ("    torch.manual_seed(21)\n", f"    import time\n{make}    torch.manual_seed(21)\n")
-    assert train_minimal(2, tmp_path, slow, epochs=1).returncode == 0
+    make = before("    torch.manual_seed(21)\n", """import time
+made = datasets.CIFAR10
+def make(*_, train, download=False, **__):
+    if download:  # mkdir() fails while another process downloads
+        os.mkdir("downloading"), time.sleep(0.5), os.rmdir("downloading")
+    return made(train=train)
+datasets.CIFAR10 = make
+""")
+    assert train_minimal(2, tmp_path, make, epochs=1).returncode == 0

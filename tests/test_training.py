@@ -13,7 +13,6 @@ from conftest import SMALL, result, run, saved_by, train
 from editing import APEX_ON_THE_CPU, FLOAT64, KILLED_IN_EPOCH_2, RESNET, ROOT, SCRIPTS, SMALL_MODEL, copy_script
 from pages import before
 
-import common
 import dp_train
 
 NOTEBOOK = """import ddp_spawn_train, signal
@@ -33,7 +32,7 @@ def first_runs(tmp_path_factory):
         if script != "dp_train":
             say = "print('MEAN', epoch, model[1].running_mean.tolist(), force=True)\n"
             edits += [SMALL_MODEL, before('        epoch_metrics |= {f"val_', say)]
-        edits += [before("    loss = nn.", "print('TRAINING', training)\n")]
+        edits += [("augment=training)", "augment=(training, print('AUGMENT', training))[0])")]
         edits += [before('    print("RESULT"', "print('FROZEN', gc.get_freeze_count())\n")]
         folder = copy_script(tmp_path_factory.mktemp("a project") / script, script, *edits)
         flags = ["--checkpoint", "new/run.pt", "--clip-grad", "2"]
@@ -51,7 +50,7 @@ def test_a_copied_script_learns_and_prints_on_rank_0_only_and_saves_the_model(sc
     processes = 1 if script == "dp_train" else 2
     assert result(finished)["world_size"] == processes == finished.stdout.count("epochs are done")
     assert len(re.findall(r"^epoch \d step 5/5 loss ", finished.stdout, re.M)) == 2  # epochs
-    assert re.findall("TRAINING (.*)", finished.stdout) == (["True"] * 5 + ["False"] * 6) * 2  # batches of rank 0
+    assert re.findall("AUGMENT (.*)", finished.stdout) == (["True"] * 5 + ["False"] * 6) * 2  # batches of rank 0
     models = re.findall("MEAN .*", finished.stdout)
     assert len(models) == 4 and len(set(models)) == 2 or processes == 1  # of BatchNorm, on two ranks in two epochs
     assert re.search(r"FROZEN [1-9]\d{3}", finished.stdout)  # objects that Python's garbage collector leaves alone
@@ -99,19 +98,6 @@ def test_the_optimizer_and_its_schedule(script):
     assert max(rates) == pytest.approx(0.1) and rates[-1] < 1e-3 and group["momentum"] == 0.9
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_images_are_normalised_and_augmented_in_training_alone(script):
-    args = argparse.Namespace(image_size=8, pretrained=None, precision="fp32", backend="torch")
-    images, seen = torch.randint(256, (99, 8, 8, 3), dtype=torch.uint8), []
-    batch, cpu = (images, torch.zeros(99, dtype=torch.int64)), torch.device("cpu")
-    model = torch.nn.Flatten()  # whose outputs are the images
-    model.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs) or inputs)
-    for training in False, True:
-        loss, sums = __import__(script).compute_loss(args, model, batch, cpu, training)
-        assert sums["images"] == 99 and sums["loss"] == pytest.approx(99 * loss.item())
-    assert torch.equal(seen[0], common.prepare(images, 8)) and not torch.equal(seen[1], seen[0])
-
-
 def test_the_default_flags_also_in_a_notebook_that_has_arguments_of_its_own(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["notebook", "-f", "kernel.json"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -124,16 +110,13 @@ def test_the_default_flags_also_in_a_notebook_that_has_arguments_of_its_own(monk
 
 # An ordinary copy: own data with random transforms, batches that are dicts, own metrics, a flag that is a Path.
 ITEMS = """
-class Items(list):
-    def __init__(self, items):
-        super().__init__(items)
-        self.scale = lambda image: (image.permute(2, 0, 1)[:, :4, :4] / 255 - 0.5) / 0.25  # cannot be pickled
-    def __getitem__(self, index):
-        numbers = random.random(), common.np.random.rand(), torch.rand(1).item()
-        os.write(1, "ITEM {} {} {}\\n".format(*numbers).encode())
-        image, label = super().__getitem__(index)
-        return dict(image=self.scale(image) + sum(numbers), label=label)
 def load_data(args):
+    class Items(list):  # cannot be pickled
+        def __getitem__(self, index):
+            numbers = random.random(), common.np.random.rand(), torch.rand(1).item()
+            os.write(1, "ITEM {} {} {}\\n".format(*numbers).encode())
+            image, label = super().__getitem__(index)
+            return dict(image=image.permute(2, 0, 1)[:, :4, :4] / 64 + sum(numbers), label=label)
     torch.multiprocessing.set_start_method("forkserver", force=True)  # Python 3.14's default
     return [Items(data) for data in common.load_cifar10("", args.synthetic)]
 def metrics_from(sums):

@@ -4,17 +4,13 @@ import contextlib
 import types
 
 weights = []
+load_state_dict = print
 
 
 def initialize(model, optimizer, opt_level):
     weights.extend(model.parameters())
     step = optimizer.step
-
-    def say_and_step(self):
-        print("APEX step")
-        step()
-
-    optimizer.step = types.MethodType(say_and_step, optimizer)  # as Apex does
+    optimizer.step = types.MethodType(lambda self: (print("APEX step"), step()), optimizer)  # as Apex does
     optimizer._amp_lazy_init = lambda: print("APEX lazy init")
     return model, optimizer
 
@@ -30,12 +26,8 @@ def scale_loss(loss, optimizer):
 
 
 def master_params(optimizer):
-    print("APEX master_params")
-    return iter(weights)
+    return print("APEX master_params") or iter(weights)
 
 
 def state_dict():
     return dict(loss_scaler0=dict(loss_scale=128.0))
-
-
-load_state_dict = print
