@@ -113,6 +113,7 @@ def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_e
 # What a search on each rank, a launcher on each machine, or a `set` of weights may make different.
 ORDER = "torch.optim.SGD(list(model.parameters())[::{}], lr"
 DIFFERENT = {
+    "steps: [5, 4]": ("steps = len(train_loader)", "steps = len(train_loader) - rank"),
     "seed: [21, 22]": before("    common.seed_everything(args.seed)  #", "args.seed += rank\n"),
     "val_size: [61, 60]": before("    args.batch_size = ", "val_set = val_set[rank:]\n"),
     "train_size: [61, 60]": before("    args.batch_size = ", "train_set = train_set[rank:]\n"),
