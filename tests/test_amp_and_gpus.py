@@ -37,8 +37,9 @@ def test_apex_scales_clips_and_steps_and_resumes_like_an_uninterrupted_run(tmp_p
     shutil.copytree(ROOT / "tests" / "stand_in", tmp_path, dirs_exist_ok=True)
     flags = "--backend apex --opt-level O2 --clip-grad 0.5".split()
     start = lambda: train(tmp_path, 1, *flags, script="apex_amp_train")  # noqa: E731
-    first, _, *saved = run_and_resume(tmp_path, start, APEX_ON_THE_CPU, SMALL_MODEL, SAY_TYPE)
+    first, second, *saved = run_and_resume(tmp_path, start, APEX_ON_THE_CPU, SMALL_MODEL, SAY_TYPE)
     assert "epoch 1 loss scale 128" in first.stdout and "overridden" not in first.stdout
+    assert "APEX lazy init" in second.stdout and "APEX lazy init" not in first.stdout
     assert set(re.findall("TYPE (.*)", first.stdout)) == {"torch.float32"}
     assert re.findall("APEX (.*)", first.stdout)[:8] == ["backward", "unscale", "master_params", "step"] * 2
     for name in "model", "amp", "optimizer":

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from conftest import GPUS, ON_GPUS, await_end, command, in_group, in_processes, run, train
+from conftest import GPUS, ON_GPUS, await_end, command, in_group, in_processes, result, run, train
 from editing import SCRIPTS, SMALL_MODEL, copy_script
 from pages import before, block
 
@@ -105,8 +105,10 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
 def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_each_process(tmp_path):
     copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
     assert "at most 61, and divisible by 2 processes" in train(tmp_path, 2, "--batch-size", "13").stdout
-    copy_script(tmp_path, "dp_train")
+    copy_script(tmp_path, "dp_train", SMALL_MODEL)
     assert "at most 61\n" in train(tmp_path, 0, "--batch-size", "62", script="dp_train").stdout
+    default = in_processes(0, tmp_path, "dp_train.py", *"--synthetic 512 --image-size 4 --epochs 1".split())
+    assert result(default)["batch_size"] == 512
     assert "at most 1023" in in_processes(2, tmp_path, "ddp_launch_train.py", "--synthetic", "1023").stdout
 
 

@@ -106,6 +106,8 @@ def test_the_default_flags_also_in_a_notebook_that_has_arguments_of_its_own(monk
     defaults = dict(data_dir="data", arch="resnet50", image_size=32, epochs=30, precision="fp32", seed=21)
     defaults |= dict.fromkeys("synthetic pretrained batch_size lr clip_grad checkpoint".split())
     assert __import__("ddp_spawn_train").launch() == defaults | dict(workers=0, sync_bn=False, compile=False)
+    args = dp_train.parse_args("--pretrained all --data-dir ~ --checkpoint ~/run.pt".split())
+    assert args.image_size == 224 and "~" not in args.data_dir + args.checkpoint
 
 
 # An ordinary copy: own data with random transforms, batches that are dicts, own metrics, a flag that is a Path.
