@@ -114,7 +114,7 @@ def train_minimal(nproc, folder, *edits, epochs=4, images=410):
     """Start minimal/ddp.py on the CPU after some edits, or minimal/one_gpu.py if `nproc` is 0."""
     folder.mkdir(exist_ok=True)
     program = edited((ROOT / "minimal" / ("ddp.py" if nproc else "one_gpu.py")).read_text(), *edits)
-    lengths = {"range(10)": f"range({epochs})", "range(epochs_done, 10)": f"range(epochs_done, {epochs})"}
+    lengths = {"range(10)": f"range({epochs})", "range(done, 10)": f"range(done, {epochs})"}
     for old, new in (SMALL_MINIMAL | lengths).items():
         program = program.replace(old, new)
     data = f"{IMAGES}\ndatasets.CIFAR10 = lambda *_, train, **__: small_images({images} if train else 61)\n"

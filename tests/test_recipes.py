@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import SMALL, in_group, in_processes, result, run, saved_by, train, train_minimal
 from editing import FLOAT64, KILLED_IN_EPOCH_2, ROOT, SCRIPTS, SMALL_MODEL, copy_script, edited
-from pages import LAUNCH, MINIMAL, after, at, before, block, edits_of, line, pieces, said
+from pages import LAUNCH, after, at, before, block, edits_of, line, pieces, said
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
 import common
@@ -31,8 +31,9 @@ def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_
     tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
     assert len(blocks) == len(dict(blocks)) == PAGE.count("\n```") / 2
     assert all(re.search(f"""["']{name}["']""", tests) for name, _ in blocks)
-    for name in [name for name, language in blocks if language == "diff" and name != "resuming"]:
-        for script in SCRIPTS[3:] if name == "apex ddp" else SCRIPTS[1:]:
+    scripts = {"apex ddp": SCRIPTS[3:], "our accumulation": SCRIPTS[1:3], "resuming": [], "every n steps": []}
+    for name in [name for name, language in blocks if language == "diff"]:
+        for script in scripts.get(name, SCRIPTS[1:]):
             folder = copy_script(tmp_path, script, *edits_of(block(name)))
             compile((folder / f"{script}.py").read_text(), script, "exec")
     titles = re.findall("(?m)^## (.*)", PAGE)
@@ -112,12 +113,13 @@ def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
 # ------------------------------------------------------------ Trainings: the same weights on 1, 2 and 3 processes
 LAYERS = "nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10)"
 DROPOUT = ("nn.Tanh()", "nn.Dropout(0.1)")
+ADAMW = line("optimizer = ")
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
 EXACT = [  # edits of minimal/ddp.py: float64, and no BatchNorm
-    functions("import contextlib, gc, glob, itertools, math\ntorch.set_default_dtype(torch.float64)\n"),
+    functions("import contextlib, gc, glob, itertools, shutil\ntorch.set_default_dtype(torch.float64)\n"),
     ("batch_size=512, sampler", "batch_size=12 // world_size, sampler"),
     ("models.resnet50(num_classes=10)", f"nn.Sequential(nn.Flatten(), {LAYERS})"),
-    (line("optimizer = "), SGD),  # AdamW would not see a wrong factor
+    (ADAMW, SGD),  # AdamW would not see a wrong factor
 ]
 EPOCHS, SET_EPOCH, LOOP = line("    for epoch in"), line("set_epoch"), line("in train_loader", 2)
 LOSS, STEP = line("loss = nn"), line("optimizer.zero_grad", 3)
@@ -140,12 +142,12 @@ OF_STREAM = [
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch")),
 ]
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
-our_parts = block("accumulation").replace("128", "4")
-our_loss = said("loss, sums = compute_loss(args, ddp_model, (x, y), device, training=True)") + "\n"
-our_loss = at(line("loss = nn", text=our_parts), our_loss, f"{said('train_sums.update(sums)')}\n")
-our_parts = said("images, labels = batch"), "\n", edited(our_parts, our_loss)
-OUR_PARTS = [functions("import contextlib"), (line(r"            train_sums\.update", text=LAUNCH), "")]
-OUR_PARTS += [at(line("    loss, sums =", 2, LAUNCH), *our_parts)]
+OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
+*GATHER_ROWS, auc = pieces("gather rows")
+prepared = said("common.prepare(images.to(device), args.image_size, args.pretrained)")
+our_auc = auc.replace("val_loader", "loader").replace("images.to(device)", prepared)
+our_auc += f"return {said('dict(accuracy=(scores.argmax(1) == labels).double().mean(), auc=auc)')}\n"
+OUR_AUC = [functions(*GATHER_ROWS), at(line("    sums = Counter", 4, LAUNCH), our_auc)]
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
 CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
@@ -154,17 +156,8 @@ unfreezing = block("unfreezing").replace("conv1", "get_submodule('1')").replace(
 find_unused, unfreeze, _, *wrap_again = unfreezing.splitlines(True)
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), after(SET_EPOCH, unfreeze)]
-newest, loop_by_steps = pieces("every n steps")
-load = dedent(edits_of(block("resuming"))[0][1].replace("epochs_done", "steps_done")).split("\n", 1)[1] + "\n"
-load = edited(load, (line("torch.load", text=load), newest))
-
-
-def by_steps(last, *edits):
-    """Return edits to train up to a step, from the newest file if there is one, and to save every three steps."""
-    loop = loop_by_steps.replace("1000", "3").replace("    ...  # steps 6 and 7\n", "")
-    place = line(r"\.\.\.  # the", text=loop)
-    loop = edited(loop, ("= 10 * len(train_loader)", f"= {last}"), at(place, LOSS_AND_STEP), *edits)
-    return [before(WRAPPED, load), at(MINIMAL[MINIMAL.index(EPOCHS) : MINIMAL.index(STEP)] + STEP, loop)]
+BY_STEPS = edits_of(*(block(name).replace("1000", "3") for name in ("resuming", "every n steps")))
+TEN_STEPS = [(SGD, ADAMW), *BY_STEPS, ("20_000", "10"), (ADAMW, SGD)]
 
 
 TEXT_DATA = """
@@ -226,7 +219,7 @@ SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
     "IterableDataset": ("minimal", None, OF_STREAM),
-    "steps": ("minimal", [], by_steps(10)),
+    "steps": ("minimal", [], TEN_STEPS),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation, "    optimizer.step()\n")]),
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
     "unfreezing": ("minimal", WITHOUT_DDP, [at(WRAPPED, find_unused), after(SET_EPOCH, unfreeze)]),
@@ -248,7 +241,10 @@ def train_on(nproc, folder, script, edits, epochs=2):
         finished = train(folder, nproc, "--batch-size", "18")
         return finished, None if finished.returncode else torch.load(folder / "run.pt")["model"]
     finished = train_minimal(nproc, folder, *EXACT, *edits, epochs=epochs, images=60)
-    return finished, None if finished.returncode else torch.load(folder / "model.pt")
+    if finished.returncode:
+        return finished, None
+    state = torch.load(max(folder.glob("*.pt")))  # model.pt, or run.pt
+    return finished, state.get("model", state)
 
 
 def equal(weights, expected):
@@ -272,29 +268,30 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it
     for folder, epochs in (whole, 3), (parts, 2), (parts, 3):
         assert train_minimal(2, folder, *resume, *EXACT, DROPOUT, epochs=epochs, images=60).returncode == 0
     expected, resumed = (torch.load(folder / "run.pt") for folder in (whole, parts))
-    assert resumed["epochs_done"] == 3 and equal(resumed["model"], expected["model"])
+    assert resumed["done"] == 3 and equal(resumed["model"], expected["model"])
     finished = train_minimal(3, parts, *resume, *EXACT, images=48)
     assert finished.returncode != 0 and "the file has {'batch_size': 12, 'images': 60," in finished.stdout
 
 
 def test_a_loop_that_saves_every_3_steps_resumes_within_an_epoch_also_with_workers_and_keeps_3_files(tmp_path):
-    def weights_of(folder, last):
-        steps = by_steps(last, ("num_workers=8", "num_workers=2, multiprocessing_context='fork'"))
-        assert train_minimal(2, folder, *EXACT, DROPOUT, *steps, images=60).returncode == 0
-        return torch.load(max(folder.glob("run-*.pt")))["model"]
+    def weights_of(folder, *edits):
+        loader = ("end - start], num_workers=8", "end - start], num_workers=2, multiprocessing_context='fork'")
+        edits = *BY_STEPS, ("20_000", "14"), loader, *edits, *EXACT, DROPOUT
+        assert train_minimal(2, folder, *edits, images=60).returncode == 0
+        return torch.load(folder / "run.pt")["model"]
 
-    expected = weights_of(tmp_path / "two", 14)
-    assert sorted(path.name for path in tmp_path.glob("two/run-*")) == [f"run-{n:08}.pt" for n in (10, 13, 14)]
-    assert not equal(weights_of(tmp_path / "resumed", 8), expected)
+    expected = weights_of(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.glob("whole/run-*")) == [f"run-{n:08}.pt" for n in (9, 12, 14)]
+    assert not equal(weights_of(tmp_path / "parts", ("range(done, steps, 3)", "range(done, 8, 3)")), expected)
     for _ in "resumed", "finished":
-        assert equal(weights_of(tmp_path / "resumed", 14), expected)
+        assert equal(weights_of(tmp_path / "parts"), expected)
 
 
 def test_f1_and_auc_are_those_of_all_images_on_1_2_and_3_processes(tmp_path):
     matrix, f1 = said("confusion=confusion_of(outputs, labels)"), said('f1=f1_of(sums["confusion"])')
     with_f1 = [("images=known.sum())", f"images=known.sum(), {matrix})"), ('["images"])', f'["images"], {f1})')]
     with_f1 = [*OUR_WEIGHTS, *with_f1, functions(*pieces("confusion")[:2]), *FLOAT64]
-    with_auc = [functions(block("gather rows")), (FLOAT64[0][0], FLOAT64[0][1].removesuffix(".double()"))]
+    with_auc = [*OUR_AUC, (FLOAT64[0][0], FLOAT64[0][1].removesuffix(".double()"))]
     images, labels = zip(*common.load_cifar10(None, 61)[1])
     images, labels = common.prepare(torch.stack(images), 4).double(), torch.tensor(labels)
     for edits, nproc in itertools.product((with_f1, with_auc), (1, 2, 3)):
@@ -322,12 +319,12 @@ tqdm = lambda items, disable: items if disable else (print("BAR"), items)[1]
 def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     init, loop, log = pieces("logging")
     loop = edited(loop, at(line(r"\.\.\.  #", text=loop), LOSS_AND_STEP))
-    log = log.replace("dict(", "dict(f1=f1_of(confusion).item(), ")
+    log = log.replace("dict(", "dict(f1=f1_of(confusion).item(), auc=auc.item(), ")
     *f1, count = pieces("confusion")
     count, add, total = count.splitlines(True)
-    edits = [functions(STAND_INS, *f1), before(EPOCHS, init), before(line("if rank == 0"), log)]
+    edits = [functions(STAND_INS, *f1, *GATHER_ROWS), before(EPOCHS, init), before(line("if rank == 0"), log)]
     edits += [before(line("correct = "), count), after(line(r"correct \+="), add)]
-    edits += [after(line(r"all_reduce\(correct"), total)]
+    edits += [after(line(r"all_reduce\(correct"), total, f"with torch.no_grad():\n{indent(auc, '    ')}")]
     losses = []
     for nproc in 1, 2, 3:
         finished, _ = train_on(nproc, tmp_path / "run", "minimal", [*edits, at(LOOP + LOSS + STEP, loop)])
