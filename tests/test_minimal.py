@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL
-from pages import after, before, line
+from pages import after, before, block, edits_of, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -56,3 +56,12 @@ def make(*_, train, download=False, **__):
 datasets.CIFAR10 = make
 """)
     assert train_minimal(2, tmp_path, make, epochs=1).returncode == 0
+
+
+def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_loss_or_metric(tmp_path):
+    changes, loss = edits_of(block("compare")), ("), labels)", "), labels, torch.arange(10.0))")
+    right = [train_minimal(nproc, tmp_path, *changes, epochs=2, images=60) for nproc in (1, 2, 3)]
+    assert not any(finished.returncode for finished in right)
+    for edit, name in (loss, "gradient"), (("range(rank", "range(0"), "correct"):
+        assert f"{name}, call 1: " in train_minimal(3, tmp_path, *changes, edit, images=60).stdout
+    assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.txt"))] == [2, 10]

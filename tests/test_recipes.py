@@ -265,10 +265,13 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
 
 def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
     resume, whole, parts = edits_of(block("resuming")), tmp_path / "whole", tmp_path / "parts"
-    for folder, epochs in (whole, 3), (parts, 2), (parts, 3):
+    parts.mkdir()
+    for number, (folder, epochs) in enumerate([(whole, 3), (parts, 2), (parts, 3)], 1):
         assert train_minimal(2, folder, *resume, *EXACT, DROPOUT, epochs=epochs, images=60).returncode == 0
-    expected, resumed = (torch.load(folder / "run.pt") for folder in (whole, parts))
-    assert resumed["done"] == 3 and equal(resumed["model"], expected["model"])
+        shutil.copy(folder / "run.pt", parts / f"{number}")
+    commands = block("check a resume").replace("python", sys.executable)
+    commands = "torchrun() { cp $((++runs)) run.pt; }\n" + commands
+    assert "checks: the files are the same" in run(["bash", "-c", commands], cwd=parts).stdout
     finished = train_minimal(3, parts, *resume, *EXACT, images=48)
     assert finished.returncode != 0 and "the file has {'batch_size': 12, 'images': 60," in finished.stdout
 
