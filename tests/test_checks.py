@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 from argparse import Namespace
+from textwrap import indent
 
 import pytest
 import torch
 from conftest import GROUP, in_processes
 from editing import ROOT, edited
+from pages import block
 
 START = """
 import checks
@@ -88,24 +90,21 @@ GAN = """
 data = Items(dict(image=image) for image in images[:60])
 sampler = Weighted(data, seed=21)
 loader = DataLoader(data, 12 // world_size, sampler=sampler)
-models = [nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 6)), nn.Linear(6, 1)]
-optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
-generator, discriminator = (DDP(model) for model in models)
+generator = nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 6))
+discriminator = nn.Linear(6, 1)
+optimizer, optimizer_d = (torch.optim.Adam(model.parameters(), 0.01) for model in (generator, discriminator))
+ddp_generator, ddp_discriminator = DDP(generator), DDP(discriminator)
 seed_each_rank()
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch in checks.each_image_once(loader, epoch, allow=["repeats", "left out"]):
-        real = batch["image"]
-        fake = generator(real.flip(1))
-        for number, loss in enumerate([
-            lambda: nn.functional.softplus(models[1](fake)).mean(),
-            lambda: nn.functional.softplus(discriminator(torch.cat([fake.detach(), -real]))).mean(),
-        ]):
-            models[number].zero_grad()
-            loss().backward()
-            checks.same_gradient(models[number], f"gradient {number}")
-            optimizers[number].step()
-    checks.same_weights(optimizers[0]), checks.same_weights(optimizers[1])
+        images = batch["image"]
+""" + indent(edited(
+    block("GAN").replace("torch.randn(len(images), 64, device=device)", "images.flip(1)"),
+    ("optimizer_d.step()", "checks.same_gradient(discriminator, 'gradient of D')\noptimizer_d.step()"),
+    ("optimizer.step()", "checks.same_gradient(generator)\noptimizer.step()"),
+), " " * 8) + """
+    checks.same_weights(optimizer), checks.same_weights(optimizer_d)
 """
 PORTS = {"images": IMAGES, "texts": TEXTS, "gan": GAN}
 RIGHT = {port: (port, START + code) for port, code in PORTS.items()}
@@ -182,7 +181,7 @@ MISTAKES = {
     "before backward": ("gradient is 0", IMAGES, ("        checks.same_gradient(model)\n", ""),
         ("        loss.b", "        checks.same_gradient(model)\n        loss.b")),
     "a mean of means": ("gradient, call 1: .*close", TEXTS, ("dist.all_reduce(count)", "count *= world_size")),
-    "the generator's own": ("gradient 0, call 1: .*not close", GAN, ("DDP(model) for", "model for")),
+    "the generator's own": ("gradient, call 1: .*not close", GAN, ("DDP(generator)", "generator")),
     "a mean accuracy": ("metrics, call 1: .*accuracy", IMAGES,
         ("accuracy = correct / 61", "accuracy = right[rank::world_size].double().mean()")),
     "a NaN metric": ("metrics, call 1: .*got inf", IMAGES, ("correct / 61", "correct / 0")),

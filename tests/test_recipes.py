@@ -110,25 +110,6 @@ def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
         assert (wrong - expected).norm() > 1e-3 * expected.norm(), name  # so the recipe is needed
 
 
-def test_a_gan_has_the_same_weights_on_1_2_and_3_processes(tmp_path):
-    step = indent(block("GAN").replace("torch.randn(len(images), 64, device=device)", "noise[mine]"), "    ")
-    program = f"""
-torch.set_default_dtype(torch.float64)
-torch.manual_seed(1)
-all_images, noise, mine = torch.randn(12, 6), torch.randn(12, 3), slice(rank, None, world_size)
-generator, discriminator = nn.Linear(3, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-optimizer, optimizer_d = (torch.optim.SGD(model.parameters(), 0.1, 0.9) for model in (generator, discriminator))
-ddp_generator, ddp_discriminator = DDP(generator), DDP(discriminator)
-for _ in range(3):
-    images = all_images[mine]
-{step}
-weights = [weight.flatten() for model in (generator, discriminator) for weight in model.parameters()]
-rank or print(torch.cat(weights).tolist())
-"""
-    weights = [ast.literal_eval(in_group(nproc, tmp_path, program)) for nproc in (1, 2, 3)]
-    assert all(of_n == pytest.approx(weights[0], rel=1e-10) for of_n in weights)
-
-
 # ------------------------------------------------------------ Trainings: the same weights on 1, 2 and 3 processes
 LAYERS = "nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 10)"
 DROPOUT = ("nn.Tanh()", "nn.Dropout(0.1)")
