@@ -158,18 +158,18 @@ find_unused, unfreeze, wrap_again = (
 )
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), after(SET_EPOCH, unfreeze)]
-ALL_STEPS, loop_by_steps = pieces("every n steps")
-loop_by_steps, keep_three = re.split(r"    \.\.\.  # steps.*\n", loop_by_steps.replace("1000", "3"))
-loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  #", text=loop_by_steps), LOSS_AND_STEP))
+all_steps, loop_by_steps, keep_three = pieces("every n steps")
+loop_by_steps = re.sub(r"    \.\.\.  # steps.*\n", "", loop_by_steps.replace("1000", "3"))
+loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  # the", text=loop_by_steps), LOSS_AND_STEP))
 resume = edits_of(block("resuming"))
 old_loop, new_loop = resume[1]
 BY_STEPS = [
     *resume,
     ("epochs=10)", said("steps=steps") + ")"),
-    before("    settings = ", ALL_STEPS),
+    before("    settings = ", all_steps),
     at(f"{new_loop}\n{MINIMAL[MINIMAL.index(SET_EPOCH) : MINIMAL.index(STEP)]}{STEP}", loop_by_steps),
     ("done=epoch + 1", "done=end"),
-    after(line("os.replace", text=block("resuming").replace("\n+", "\n")), dedent(keep_three)),
+    after(resume[2][1].splitlines(True)[-1] + "\n", dedent(keep_three)),
 ]
 TEN_STEPS = [(SGD, ADAMW), *BY_STEPS, ("20_000", "10"), (ADAMW, SGD)]
 
