@@ -45,7 +45,7 @@ def pieces(name):
     return [piece.rstrip("\n") + "\n" for piece in block(name).split("\n\n")]
 
 
-def said(code):
-    """Return code that stands in a sentence of RECIPES.md."""
-    assert f"`{code}`" in (ROOT / "RECIPES.md").read_text().replace("\n", " "), code
+def said(code, page="RECIPES"):
+    """Return code that stands in a sentence of a page."""
+    assert f"`{code}`" in (ROOT / f"{page}.md").read_text().replace("\n", " "), code
     return code
