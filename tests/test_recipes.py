@@ -73,9 +73,7 @@ images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 """
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
-gathered, views = pieces("gathered")
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
-CONTRAST = "loss = -(first @ second.T).log_softmax(1).diagonal().mean()\n"
 # Four texts for each rank but the last, which has the others.
 TEXTS = """
 tokens, x, targets = torch.randint(1, 5, (12,)), torch.randn(20, 12, 6), torch.randint(1, 4, (12, 5))
@@ -99,10 +97,10 @@ targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 """
 # Name: what stands before both, the ordinary code for one process, the recipe.
 LOSSES = {
-    "class weights, gathered": (PIXELS, WEIGHTED, gathered),
+    "class weights, gathered": (PIXELS, WEIGHTED, block("gathered")),
     "class weights and smoothing, by sums": (PIXELS, SMOOTHED, by_sums),
     "Dice": (MAPS, dice.replace("sum_over_all", ""), dice),
-    "two views": (VIEWS, views.replace("gather(rows)", "rows") + CONTRAST, views + CONTRAST),
+    "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
@@ -156,8 +154,12 @@ OF_STREAM = [
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch")),
 ]
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
+total, sums = (piece.replace("class_weights", f"{WEIGHTS}") for piece in pieces("accumulated sums"))
+accumulated_sums = edited(accumulation, (line("        loss = ", 2, accumulation), indent(sums, "    ")), (
+    "    parts = ", indent(total, "    ") + "    parts = "))
+WEIGHTED_LOSS = ("ddp_model(images), labels)", f"ddp_model(images), labels, {WEIGHTS})")
 OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
-*GATHER_ROWS, metrics = pieces("gather rows")
+*GATHER_ROWS, rows, append, metrics = pieces("gather rows")
 OUR_METRICS = [functions(*GATHER_ROWS, block("our metrics"))]
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
@@ -170,7 +172,7 @@ find_unused, unfreeze, wrap_again = (
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), after(SET_EPOCH, unfreeze)]
 all_steps, loop_by_steps = pieces("every n steps")
-loop_by_steps = re.sub(r"    \.\.\.  # same.*\n", "", loop_by_steps.replace("1000", "3"))
+loop_by_steps, save = re.split(r"    \.\.\.  # same.*\n    if rank == 0:\n", loop_by_steps.replace("1000", "3"))
 loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  # the", text=loop_by_steps), LOSS_AND_STEP))
 resume = edits_of(block("resuming"))
 BY_STEPS = [
@@ -178,7 +180,7 @@ BY_STEPS = [
     ("epochs=10)", "total=steps)"),
     before("    settings = ", all_steps),
     at(f"{resume[1][1]}\n{MINIMAL[MINIMAL.index(SET_EPOCH) : MINIMAL.index(STEP)]}{STEP}", loop_by_steps),
-    ("done=epoch + 1", "done=end"),
+    (f"{resume[2][1]}\n", indent(save, "    ")),
 ]
 TEN_STEPS = [(SGD, ADAMW), *BY_STEPS, ("20_000", "10"), (ADAMW, SGD)]
 
@@ -254,10 +256,12 @@ OF_HUB += [at(LOOP + LOSS + STEP, loop)]
 SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
-    "warm-up": ("minimal", None, [before(EPOCHS, block("warm-up")), after(line("r.step"), "scheduler.step()\n")]),
+    "warm-up": ("minimal", None, [before(EPOCHS, block("warm-up")), after(STEP, "scheduler.step()\n")]),
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], TEN_STEPS),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation)]),
+    "parts of weighted batches": ("minimal", [WEIGHTED_LOSS], [
+        functions(block("sum over all")), at(LOOP + LOSS + STEP, accumulated_sums)]),
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
     "unfreezing": ("minimal", WITHOUT_DDP, [at(WRAPPED, find_unused), after(SET_EPOCH, unfreeze)]),
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
@@ -280,7 +284,7 @@ def train_on(nproc, folder, script, edits, epochs=2):
     finished = train_minimal(nproc, folder, *EXACT, *edits, epochs=epochs, images=60)
     if finished.returncode:
         return finished, None
-    state = torch.load(max(folder.glob("*.pt")))  # model.pt, or run.pt
+    state = torch.load(max(folder.glob("[mr]*.pt")))  # model.pt, or run.pt
     return finished, state.get("model", state)
 
 
@@ -313,12 +317,6 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it
     assert finished.returncode != 0 and "the file has {'batch_size': 12, 'steps': 5," in finished.stdout
 
 
-def test_a_loop_that_saves_every_3_steps_keeps_3_files(tmp_path):
-    save = after(line("optimizer.step"), block("keep three").replace("1000", "3"))
-    assert train_minimal(2, tmp_path, *EXACT, before(EPOCHS, "steps_done = 0\n"), save, images=60).returncode == 0
-    assert {path.name for path in tmp_path.glob("step*")} == {f"step-{n}.pt" for n in (12, 15, 18)}  # of 20 steps
-
-
 def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
     def weights_of(folder, *edits):
         loader = ("end - start], num_workers=8", "end - start], num_workers=2, multiprocessing_context='fork'")
@@ -327,6 +325,7 @@ def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
         return torch.load(folder / "run.pt")["model"]
 
     expected = weights_of(tmp_path / "whole")
+    assert {path.name for path in tmp_path.glob("whole/step*")} == {f"step-{n}.pt" for n in (9, 12, 14)}
     assert not equal(weights_of(tmp_path / "parts", ("range(done, steps, 3)", "range(done, 8, 3)")), expected)
     for _ in "resumed", "finished":
         assert equal(weights_of(tmp_path / "parts"), expected)
@@ -371,9 +370,10 @@ tqdm = lambda items, disable: items if disable else (print("BAR"), items)[1]
 def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     init, loop, log = pieces("logging")
     loop = edited(loop, at(line(r"\.\.\.  #", text=loop), LOSS_AND_STEP))
-    log = log.replace("dict(", "dict(f1=metrics['f1'].item(), auc=metrics['auc'].item(), ")
+    log = log.replace("dict(", "dict(f1=f1.item(), auc=auc.item(), ")
     edits = [functions(STAND_INS, *GATHER_ROWS), before(EPOCHS, init), before(line("if rank == 0"), log)]
-    edits += [after(line(r"all_reduce\(correct"), f"with torch.no_grad():\n{indent(metrics, '    ')}")]
+    edits += [before("        correct = ", rows), after(line(r"correct \+="), dedent(append))]
+    edits += [after(line(r"all_reduce\(correct"), dedent(metrics))]
     losses = []
     for nproc in 1, 2, 3:
         finished, _ = train_on(nproc, tmp_path / "run", "minimal", [*edits, at(LOOP + LOSS + STEP, loop)])
