@@ -154,13 +154,11 @@ OF_STREAM = [
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch")),
 ]
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
-total, sums = (piece.replace("class_weights", f"{WEIGHTS}") for piece in pieces("accumulated sums"))
-accumulated_sums = edited(accumulation, (line("        loss = ", 2, accumulation), indent(sums, "    ")), (
-    "    parts = ", indent(total, "    ") + "    parts = "))
+accumulated_sums = block("accumulated sums").replace("128", "4").replace("class_weights", WEIGHTS)
+accumulated_sums = f"for images, labels in train_loader:\n{indent(accumulated_sums, '    ')}"
 WEIGHTED_LOSS = ("ddp_model(images), labels)", f"ddp_model(images), labels, {WEIGHTS})")
 OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
-*GATHER_ROWS, rows, append, metrics = pieces("gather rows")
-OUR_METRICS = [functions(*GATHER_ROWS, block("our metrics"))]
+OUR_METRICS = [functions(block("gather rows"), block("our metrics"))]
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
 CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
@@ -208,7 +206,7 @@ def build_model(args):
 """
 bucket_sampler, collate, use_of_buckets = re.split(r"\n\n(?=def collate|sampler = )", block("buckets"))
 mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]") + "\n"
-BATCH = f"{said('words, lengths, labels = batch', 'SCRIPTS')}\nimages = torch.zeros(1)  # not used\n"
+BATCH = f"{said('words, lengths, labels = (tensor.to(device) for tensor in batch)', 'SCRIPTS')}\nimages = torch.zeros(1)  # not used\n"
 # Our script trains with texts in buckets, and masks the padding.
 WITH_TEXTS = [
     *edits_of(block("our buckets")),
@@ -371,9 +369,8 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     init, loop, log = pieces("logging")
     loop = edited(loop, at(line(r"\.\.\.  #", text=loop), LOSS_AND_STEP))
     log = log.replace("dict(", "dict(f1=f1.item(), auc=auc.item(), ")
-    edits = [functions(STAND_INS, *GATHER_ROWS), before(EPOCHS, init), before(line("if rank == 0"), log)]
-    edits += [before("        correct = ", rows), after(line(r"correct \+="), dedent(append))]
-    edits += [after(line(r"all_reduce\(correct"), dedent(metrics))]
+    edits = [functions(STAND_INS, block("gather rows")), *edits_of(block("metrics"))]
+    edits += [before(EPOCHS, init), before(line("if rank == 0"), log)]
     losses = []
     for nproc in 1, 2, 3:
         finished, _ = train_on(nproc, tmp_path / "run", "minimal", [*edits, at(LOOP + LOSS + STEP, loop)])
