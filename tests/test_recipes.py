@@ -206,7 +206,8 @@ def build_model(args):
 """
 bucket_sampler, collate, use_of_buckets = re.split(r"\n\n(?=def collate|sampler = )", block("buckets"))
 mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]") + "\n"
-BATCH = f"{said('words, lengths, labels = (tensor.to(device) for tensor in batch)', 'SCRIPTS')}\nimages = torch.zeros(1)  # not used\n"
+BATCH = said("words, lengths, labels = (tensor.to(device) for tensor in batch)", "SCRIPTS")
+BATCH = f"{BATCH}\nimages = torch.zeros(1)  # not used\n"
 # Our script trains with texts in buckets, and masks the padding.
 WITH_TEXTS = [
     *edits_of(block("our buckets")),
