@@ -157,3 +157,16 @@ assert not differ(weight * (1 + rank * 1e-7 * noise))  # float32 has a precision
 def test_one_rank_prepares_the_data(tmp_path):
     prepare_data = "prepare_data = lambda: open('prepared', 'x')"  # fails if the file is there
     in_group(2, tmp_path, f"from filelock import FileLock\n{prepare_data}\n{block('prepare')}")
+
+
+def test_all_ranks_stop_together(tmp_path):
+    fewest, one_stops = block("fewest batches"), block("one stops")
+    program = f"""import itertools
+device, train_loader, trained = "cpu", [(1, 1)] * (5 - rank), 0
+{fewest}    trained += 1
+for step in range(9):
+    stop = rank == 1 and step == 3
+    {one_stops.replace(chr(10), chr(10) + "    ")}
+print(trained, step)
+"""
+    assert in_group(2, tmp_path, program).split("\n")[:2] == ["4 3"] * 2
