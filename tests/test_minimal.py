@@ -59,7 +59,7 @@ datasets.CIFAR10 = make
 
 
 def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_loss_or_metric(tmp_path):
-    changes = edits_of(block("compare").replace("range(100)", "range(61)"))
+    changes = edits_of(block("compare").replace("range(101)", "range(61)"))
     loss = ("), labels)", "), labels, torch.arange(10.0))")
     right = [train_minimal(nproc, tmp_path, *changes, epochs=2, images=60) for nproc in (1, 2, 3)]
     assert not any(finished.returncode for finished in right)

@@ -175,8 +175,7 @@ loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  # the", text=loop_by_ste
 resume = edits_of(block("resuming"))
 BY_STEPS = [
     *resume,
-    ("epochs=10)", "total=steps)"),
-    before("    settings = ", all_steps),
+    at(line("settings = dict", text=resume[0][1] + "\n"), all_steps),
     at(f"{resume[1][1]}\n{MINIMAL[MINIMAL.index(SET_EPOCH) : MINIMAL.index(STEP)]}{STEP}", loop_by_steps),
     (f"{resume[2][1]}\n", indent(save, "    ")),
 ]
