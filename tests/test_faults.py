@@ -167,6 +167,6 @@ device, train_loader, trained = "cpu", [(1, 1)] * (5 - rank), 0
 for step in range(9):
     stop = rank == 1 and step == 3
     {one_stops.replace(chr(10), chr(10) + "    ")}
-print(trained, step)
+print(f"{{trained}} {{step}}\\n", end="")
 """
     assert in_group(2, tmp_path, program).split("\n")[:2] == ["4 3"] * 2
