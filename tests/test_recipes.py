@@ -36,7 +36,8 @@ def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_
         text = (ROOT / f"{page}.md").read_text()
         blocks = re.findall(r"<!-- test: (.*?) -->\n```(\w+)\n", text)
         assert len(blocks) == len(dict(blocks)) == text.count("\n```") / 2, page
-        assert all(re.search(f"""["']{name}["']""", tests) for name, _ in blocks), page
+        runs = r"""((block|pieces)\(|parametrize\("name", .*)["']{}["']"""  # a name alone runs nothing
+        assert not [name for name, _ in blocks if not re.search(runs.format(name), tests)], page
         for name in [name for name, language in blocks if (page, language) == ("SCRIPTS", "diff")]:
             for script in SCRIPTS[FITS.get(name, slice(1, 4))]:
                 folder = copy_script(tmp_path, script, *edits_of(block(name)))
@@ -182,6 +183,15 @@ BY_STEPS = [
 TEN_STEPS = [(SGD, ADAMW), *BY_STEPS, ("20_000", "10"), (ADAMW, SGD)]
 
 
+make, update, buffers = pieces("EMA")
+OF_EMA = [
+    functions(make.splitlines()[0]),
+    before(WRAPPED, make.split("\n", 1)[1]),
+    after(STEP, re.sub("  #.*", "", update)),
+    before(line("for buffer in"), buffers),
+    ("torch.save(model.", "torch.save(ema.module."),
+]
+
 TEXT_DATA = """
 def load_data(args):
     random = torch.Generator().manual_seed(1)
@@ -263,6 +273,7 @@ SAME = {
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
     "unfreezing": ("minimal", WITHOUT_DDP, [at(WRAPPED, find_unused), after(SET_EPOCH, unfreeze)]),
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
+    "EMA": ("minimal", None, OF_EMA),
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "Hugging Face": ("minimal", OWN_LOSS, OF_HUB),
@@ -389,6 +400,15 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     edits = before(EPOCHS, begin), after(EPOCHS, indent(stop, "    ")), before(line("if rank == 0"), count)
     finished = train_minimal(2, tmp_path, *EXACT, ("parameters(), 0.1", "parameters(), 0.0"), *edits, epochs=9)
     assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6
+
+
+def test_our_scripts_log_on_rank_0_and_step_a_schedule_per_epoch(tmp_path):
+    cosine = said("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)", "SCRIPTS")
+    build = functions(f"{STAND_INS}\ndef build_scheduler(args, optimizer, total_steps):\n    return {cosine}\n")
+    edits = [build, *edits_of(block("our logging"), block("schedule per epoch")), SMALL_MODEL]
+    finished = train(copy_script(tmp_path, "ddp_launch_train", *edits), 2)
+    assert finished.returncode == 0 and len(re.findall("(?m)^LOG {'train_loss'", finished.stdout)) == 2  # epochs
+    assert torch.load(tmp_path / "run.pt")["scheduler"]["last_epoch"] == 2
 
 
 def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_similar_lengths():
