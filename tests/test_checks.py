@@ -173,7 +173,7 @@ MISTAKES = {
         ("seed_each_rank()\n", "bank = torch.zeros(8)\nseed_each_rank()\n"),
         ("loss.backward()", "features = model[:3](batch['image']).mean(0); (loss + bank @ features).backward()"),
         ("optimizer.step()", "optimizer.step(); bank = features.detach()")),
-    "float32": ("gradient, call 1: .*not in float64", IMAGES, ("0.01)\nddp", "0.01)\nmodel.float()\nddp"),
+    "float32": ("gradient, call 1: .*causes: float32", IMAGES, ("0.01)\nddp", "0.01)\nmodel.float()\nddp"),
         ('ddp_model(batch["image"])', 'ddp_model(batch["image"].float()).double()')),
     "more steps": ("gradient, call 11: the recorded run had fewer calls", IMAGES, ("range(2)", "range(3)")),
     "no recording": ("there is no other gradient.check.txt", IMAGES,
