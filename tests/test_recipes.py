@@ -1,4 +1,4 @@
-"""RECIPES.md and SCRIPTS.md: each block runs in one of our scripts, in minimal/ddp.py or in a small program."""
+"""RECIPES.md and MODELS.md: each block runs in one of our scripts, in minimal/ddp.py or in a small program."""
 
 import ast
 import os
@@ -18,11 +18,10 @@ from torchmetrics.functional.classification import multiclass_auroc, multiclass_
 
 import common
 
-PAGE = (ROOT / "RECIPES.md").read_text()
-
-
-FITS = {"our accumulation": slice(1, 3), "our EMA": slice(1, 3), "schedule per epoch": slice(3)}
-FITS |= {"our stopping": slice(4), "our logging": slice(1, 4), "apex ddp": slice(3, 4)}
+# The scripts that each diff fits.
+FITS = dict.fromkeys(["our weights", "our logging", "our buckets"], SCRIPTS[1:])
+FITS |= dict.fromkeys(["our accumulation", "our EMA"], SCRIPTS[1:3])
+FITS |= {"schedule per epoch": SCRIPTS[:3], "our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
 
 
 def functions(*codes):
@@ -30,22 +29,28 @@ def functions(*codes):
     return "\nif __name__", "\n".join(["", *codes, "\nif __name__"])
 
 
-def test_each_block_is_tested_each_diff_fits_its_scripts_and_the_index_links_to_each_recipe(tmp_path):
+def test_each_block_is_tested_and_each_link_leads_to_a_heading():
     tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
-    for page in "RECIPES", "SCRIPTS", "CHECKS", "TROUBLESHOOTING":
-        text = (ROOT / f"{page}.md").read_text()
-        blocks = re.findall(r"<!-- test: (.*?) -->\n```(\w+)\n", text)
-        assert len(blocks) == len(dict(blocks)) == text.count("\n```") / 2, page
+    pages = {page.stem: page.read_text() for page in ROOT.glob("*.md")}
+    anchor_of = lambda title: re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+    anchors = {page: [*map(anchor_of, re.findall("(?m)^###? (.*)", text))] for page, text in pages.items()}
+    for page in pages.keys() - {"README"}:
+        blocks = re.findall(r"<!-- test: (.*?) -->\n```\w+\n", pages[page])
+        assert len(blocks) == len(set(blocks)) == pages[page].count("\n```") / 2, page
         runs = r"""((block|pieces)\(|parametrize\("name", .*)["']{}["']"""  # a name alone runs nothing
-        assert not [name for name, _ in blocks if not re.search(runs.format(name), tests)], page
-        for name in [name for name, language in blocks if (page, language) == ("SCRIPTS", "diff")]:
-            for script in SCRIPTS[FITS.get(name, slice(1, 4))]:
-                folder = copy_script(tmp_path, script, *edits_of(block(name)))
-                compile((folder / f"{script}.py").read_text(), script, "exec")
-    titles = re.findall("(?m)^## (.*)", PAGE)
-    anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
-    assert sorted(re.findall(r"\(#(.*?)\)", PAGE.split("\n## ")[0])) == sorted(anchors)
-    assert set(re.findall(r"\(#(.*?)\)", PAGE)) <= set(anchors)
+        assert not [name for name in blocks if not re.search(runs.format(name), tests)], page
+    for page, text in pages.items():
+        for target, anchor in re.findall(r"(?:\(|\]: )(?:(\w+)\.md)?#([\w-]+)", text):
+            assert anchor in anchors[target or page], (page, anchor)
+    for page in "RECIPES", "MODELS":  # the index
+        assert sorted(re.findall(r"\(#(.*?)\)", pages[page].split("\n## ")[0])) == sorted(anchors[page])
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_each_diff_fits_its_scripts(name, tmp_path):
+    for script in FITS[name]:
+        folder = copy_script(tmp_path, script, *edits_of(block(name)))
+        compile((folder / f"{script}.py").read_text(), script, "exec")
 
 
 # ------------------------------------------------------------ Losses: one gradient, in small programs
@@ -91,16 +96,15 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-by_sums, dice = pieces("by sums")
-by_sums = by_sums.replace('="sum"', '="sum", label_smoothing=0.1')
+weighted_mean = block("weighted mean").replace('="sum"', '="sum", label_smoothing=0.1')
 MAPS = f"""{PIXELS}probabilities = ddp_model(images).softmax(1)
 targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 """
 # Name: what stands before both, the ordinary code for one process, the recipe.
 LOSSES = {
     "class weights, gathered": (PIXELS, WEIGHTED, block("gathered")),
-    "class weights and smoothing, by sums": (PIXELS, SMOOTHED, by_sums),
-    "Dice": (MAPS, dice.replace("sum_over_all", ""), dice),
+    "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
+    "Dice": (MAPS, block("Dice").replace("sum_over_all", ""), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
@@ -118,7 +122,7 @@ def test_the_gradient_of_each_loss_is_that_of_one_process(tmp_path):
         for nproc in 1, 2, 3:
             gradient, losses = runs[2, nproc][name]
             assert (gradient - expected).norm() < 1e-12 * expected.norm(), (name, nproc)
-            assert name == "methods" or losses == pytest.approx([loss] * nproc, rel=1e-12), (name, nproc)
+            assert sum(losses) / nproc == pytest.approx(loss, rel=1e-12), (name, nproc)
         wrong, _ = runs[1, 2][name]
         assert (wrong - expected).norm() > 1e-3 * expected.norm(), name  # so the recipe is needed
 
@@ -143,7 +147,7 @@ LOSS_AND_STEP = dedent(LOSS + STEP)
 OURS_LABELLED = after(line(r"tensor.to\(device", text=LAUNCH), "labels = labels.where(labels > 3, -100)\n")
 WEIGHTS = "torch.arange(1, 11).double()"
 weighted_diff = edits_of(block("our weights").replace("torch.ones(10, device=device)", WEIGHTS))
-OUR_WEIGHTS = [OURS_LABELLED, functions(block("sum over all")), *weighted_diff]
+OUR_WEIGHTS = [OURS_LABELLED, *weighted_diff]
 ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), labels, {WEIGHTS})")
 weighted_sampler, use_of_sampler = pieces("weighted sampler")
 OUR_SAMPLING = [functions(weighted_sampler), at(OUR_SAMPLER, use_of_sampler)]
@@ -152,11 +156,17 @@ OF_STREAM = [
     functions(block("stream")),
     at(SAMPLER, f"items = train_set\ntrain_set = Stream(lambda epoch: (items[i] for i in {ORDER}), 60)\n"),
     ("world_size, sampler=sampler", "world_size, drop_last=True"),
-    ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch")),
+    ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch", "MODELS")),
 ]
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
-accumulated_sums = block("accumulated sums").replace("128", "4").replace("class_weights", WEIGHTS)
-accumulated_sums = f"for images, labels in train_loader:\n{indent(accumulated_sums, '    ')}"
+known, total, all_reduced, summed, _ = block("weighted mean").replace("class_weights", WEIGHTS).splitlines(True)
+summed = summed.replace("images", "x.to(device)").replace("labels", "y.to(device)")
+accumulated_sums = edited(
+    accumulation,
+    at(line("optimizer.zero", text=accumulation), "optimizer.zero_grad()\n", known, total, all_reduced),
+    at(line("loss = ", text=accumulation), summed),
+    at(line(r"\(loss \* len", text=accumulation), said("(world_size * loss / total).backward()"), "\n"),
+)
 WEIGHTED_LOSS = ("ddp_model(images), labels)", f"ddp_model(images), labels, {WEIGHTS})")
 OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
 OUR_METRICS = [functions(block("gather rows"), block("our metrics"))]
@@ -214,8 +224,8 @@ def build_model(args):
     return Net().double()
 """
 bucket_sampler, collate, use_of_buckets = re.split(r"\n\n(?=def collate|sampler = )", block("buckets"))
-mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]") + "\n"
-BATCH = said("words, lengths, labels = (tensor.to(device) for tensor in batch)", "SCRIPTS")
+mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]", "MODELS") + "\n"
+BATCH = said("words, lengths, labels = (tensor.to(device) for tensor in batch)", "MODELS")
 BATCH = f"{BATCH}\nimages = torch.zeros(1)  # not used\n"
 # Our script trains with texts in buckets, and masks the padding.
 WITH_TEXTS = [
@@ -250,15 +260,37 @@ train_set, collator, loader = loader.splitlines(True)
 loop = loop.replace('"cuda", torch.bfloat16', '"cpu", enabled=False').replace(".float()", "")
 loop = edited(loop, at(line(r"\.\.\.  #", text=loop), dedent(STEP)))
 OF_HUB = [
-    functions(hub, block("sum over all"), "texts = ['12345678'[i % 7 :] for i in range(60)]\n"),
+    functions(hub, "texts = ['12345678'[i % 7 :] for i in range(60)]\n"),
     before(SAMPLER, model_and_tokenizer, train_set, collator),
     (f"nn.Sequential(nn.Flatten(), {LAYERS})", "model"),
     at(line("train_loader = DataL").replace("512", "12 // world_size"), loader.replace("=8", "=12 // world_size")),
     ("in val_loader", "in []"),
 ]
-mean = at(line("sum_over_all", text=loop), "loss = loss / (labels != -100).sum()\n")
-OWN_LOSS = [*OF_HUB, at(LOOP + LOSS + STEP, edited(loop, mean))]
+own_loss = edited(loop, (line("all_reduce", text=loop), ""), ("world_size * ", ""))
+OWN_LOSS = [*OF_HUB, at(LOOP + LOSS + STEP, own_loss)]
 OF_HUB += [at(LOOP + LOSS + STEP, loop)]
+CLASSIFIER = """
+from types import SimpleNamespace
+texts = [("12345678"[i % 7 :], i % 10) for i in range(60)]
+tokenizer = lambda text, truncation: dict(input_ids=torch.tensor([int(letter) for letter in text]))
+def DataCollatorWithPadding(tokenizer):
+    pad = lambda items: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True)
+    return lambda items: dict(input_ids=pad(items), labels=torch.tensor([item["labels"] for item in items]))
+class Classifier(nn.Sequential):
+    def forward(self, input_ids, labels):
+        logits = self[1](self[0](input_ids).sum(1))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+"""
+of_texts, classifier_loop = pieces("hugging face classifier")
+texts, collator, loader = of_texts.replace("=32", "=12 // world_size").splitlines(True)
+OF_CLASSIFIER = [
+    functions(CLASSIFIER),
+    before(SAMPLER, texts, collator),
+    at(line("train_loader = DataL").replace("512", "12 // world_size"), loader),
+    (f"nn.Sequential(nn.Flatten(), {LAYERS})", "Classifier(nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 10))"),
+    at(LOOP + LOSS + STEP, edited(classifier_loop, at(line(r"\.\.\.  #", text=classifier_loop), dedent(STEP)))),
+    ("in val_loader", "in []"),
+]
 
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
@@ -268,8 +300,7 @@ SAME = {
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], TEN_STEPS),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation)]),
-    "parts of weighted batches": ("minimal", [WEIGHTED_LOSS], [
-        functions(block("sum over all")), at(LOOP + LOSS + STEP, accumulated_sums)]),
+    "parts of weighted batches": ("minimal", [WEIGHTED_LOSS], [at(LOOP + LOSS + STEP, accumulated_sums)]),
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
     "unfreezing": ("minimal", WITHOUT_DDP, [at(WRAPPED, find_unused), after(SET_EPOCH, unfreeze)]),
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
@@ -277,6 +308,7 @@ SAME = {
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "Hugging Face": ("minimal", OWN_LOSS, OF_HUB),
+    "Hugging Face classifier": ("minimal", None, OF_CLASSIFIER),
 }
 RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
 
@@ -403,7 +435,7 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
 
 
 def test_our_scripts_log_on_rank_0_and_step_a_schedule_per_epoch(tmp_path):
-    cosine = said("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)", "SCRIPTS")
+    cosine = said("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)")
     build = functions(f"{STAND_INS}\ndef build_scheduler(args, optimizer, total_steps):\n    return {cosine}\n")
     edits = [build, *edits_of(block("our logging"), block("schedule per epoch")), SMALL_MODEL]
     finished = train(copy_script(tmp_path, "ddp_launch_train", *edits), 2)
