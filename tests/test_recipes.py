@@ -32,8 +32,10 @@ def functions(*codes):
 def test_each_block_is_tested_and_each_link_leads_to_a_heading():
     tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
     pages = {page.stem: page.read_text() for page in ROOT.glob("*.md")}
-    titles = {page: re.findall("(?m)^###? (.*)", text) for page, text in pages.items()}
-    anchors = {page: [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles[p]] for p in pages}
+    anchors = {}
+    for page, text in pages.items():
+        titles = re.findall("(?m)^###? (.*)", text)
+        anchors[page] = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
     for page in pages.keys() - {"README"}:
         blocks = re.findall(r"<!-- test: (.*?) -->\n```\w+\n", pages[page])
         assert len(blocks) == len(set(blocks)) == pages[page].count("\n```") / 2, page
