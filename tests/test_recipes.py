@@ -294,11 +294,12 @@ OF_CLASSIFIER = [
     ("in val_loader", "in []"),
 ]
 
+WARM_UP = block("warm-up").replace("world_size", "4")  # one learning rate for all numbers of processes
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
-    "warm-up": ("minimal", None, [before(EPOCHS, block("warm-up")), after(STEP, "scheduler.step()\n")]),
+    "warm-up": ("minimal", None, [before(EPOCHS, WARM_UP), after(STEP, "scheduler.step()\n")]),
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], TEN_STEPS),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation)]),
