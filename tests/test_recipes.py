@@ -256,6 +256,16 @@ layers = lambda: (nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 9))
 AutoModelForCausalLM = SimpleNamespace(from_pretrained=lambda name: LanguageModel(*layers()))
 LoraConfig = dict
 get_peft_model = lambda model, config: (model[0].requires_grad_(False), model)[1]
+def DataCollatorWithPadding(tokenizer):
+    pad = lambda items: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True)
+    return lambda items: dict(input_ids=pad(items), labels=torch.tensor([item["labels"] for item in items]))
+class Classifier(nn.Sequential):
+    def forward(self, input_ids, labels):
+        logits = self[1](self[0](input_ids).sum(1))
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+def classifier(name, num_labels):
+    return Classifier(nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, num_labels))
+AutoModelForSequenceClassification = SimpleNamespace(from_pretrained=classifier)
 """
 hub, model_and_tokenizer, loader, loop = pieces("hugging face")
 train_set, collator, loader = loader.splitlines(True)
@@ -271,25 +281,13 @@ OF_HUB = [
 own_loss = edited(loop, (line("all_reduce", text=loop), ""), ("world_size * ", ""))
 OWN_LOSS = [*OF_HUB, at(LOOP + LOSS + STEP, own_loss)]
 OF_HUB += [at(LOOP + LOSS + STEP, loop)]
-CLASSIFIER = """
-from types import SimpleNamespace
-texts = [("12345678"[i % 7 :], i % 10) for i in range(60)]
-tokenizer = lambda text, truncation: dict(input_ids=torch.tensor([int(letter) for letter in text]))
-def DataCollatorWithPadding(tokenizer):
-    pad = lambda items: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True)
-    return lambda items: dict(input_ids=pad(items), labels=torch.tensor([item["labels"] for item in items]))
-class Classifier(nn.Sequential):
-    def forward(self, input_ids, labels):
-        logits = self[1](self[0](input_ids).sum(1))
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
-"""
-of_texts, classifier_loop = pieces("hugging face classifier")
+imports, classifier, of_texts, classifier_loop = pieces("hugging face classifier")
 texts, collator, loader = of_texts.replace("=32", "=12 // world_size").splitlines(True)
 OF_CLASSIFIER = [
-    functions(CLASSIFIER),
-    before(SAMPLER, texts, collator),
+    functions(imports, "texts = [('12345678'[i % 7 :], i % 2) for i in range(60)]\n"),
+    before(SAMPLER, classifier, texts, collator),
     at(line("train_loader = DataL").replace("512", "12 // world_size"), loader),
-    (f"nn.Sequential(nn.Flatten(), {LAYERS})", "Classifier(nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 10))"),
+    (f"nn.Sequential(nn.Flatten(), {LAYERS})", "model"),
     at(LOOP + LOSS + STEP, edited(classifier_loop, at(line(r"\.\.\.  #", text=classifier_loop), dedent(STEP)))),
     ("in val_loader", "in []"),
 ]
