@@ -164,9 +164,9 @@ def test_all_ranks_stop_together(tmp_path):
     program = f"""import itertools
 device, train_loader, trained = "cpu", [(1, 1)] * (5 - rank), 0
 {fewest}    trained += 1
-for step in range(9):
-    stop = rank == 1 and step == 3
-    {one_stops.replace(chr(10), chr(10) + "    ")}
-print(f"{{trained}} {{step}}\\n", end="")
+for stop, own in (False, 4 - rank), (rank == 1, 9):  # a rank without a batch, and one that wants to stop
+    train_loader = [(1, 1)] * own
+    {one_stops.replace(chr(10), chr(10) + "    ")}    trained += 10
+print(f"{{trained}}\\n", end="")
 """
-    assert in_group(2, tmp_path, program).split("\n")[:2] == ["4 3"] * 2
+    assert in_group(2, tmp_path, program).split("\n")[:2] == ["34"] * 2
