@@ -135,7 +135,7 @@ DROPOUT = ("nn.Tanh()", "nn.Dropout(0.1)")
 ADAMW = line("optimizer = ")
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
 EXACT = [  # edits of minimal/ddp.py: float64, and no BatchNorm
-    functions("import contextlib, gc, glob, itertools, shutil\ntorch.set_default_dtype(torch.float64)\n"),
+    functions("import contextlib, gc, itertools\ntorch.set_default_dtype(torch.float64)\n"),
     ("batch_size=512, sampler", "batch_size=12 // world_size, sampler"),
     ("models.resnet50(num_classes=10)", f"nn.Sequential(nn.Flatten(), {LAYERS})"),
     (ADAMW, SGD),  # AdamW would not see a wrong factor
@@ -182,8 +182,8 @@ find_unused, unfreeze, wrap_again = (
 )
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), after(SET_EPOCH, unfreeze)]
-all_steps, loop_by_steps = pieces("every n steps")
-loop_by_steps, save = re.split(r"    \.\.\.  # same.*\n    if rank == 0:\n", loop_by_steps.replace("1000", "3"))
+all_steps, loop_by_steps = pieces("by steps")
+loop_by_steps, save = re.split(r"    \.\.\.  # the safe.*\n    if rank == 0:\n", loop_by_steps.replace("1000", "3"))
 loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  # the", text=loop_by_steps), LOSS_AND_STEP))
 resume = edits_of(block("resuming"))
 BY_STEPS = [
@@ -193,16 +193,7 @@ BY_STEPS = [
     (f"{resume[2][1]}\n", indent(save, "    ")),
 ]
 TEN_STEPS = [(SGD, ADAMW), *BY_STEPS, ("20_000", "10"), (ADAMW, SGD)]
-
-
-make, update, buffers = pieces("EMA")
-OF_EMA = [
-    functions(make.splitlines()[0]),
-    before(WRAPPED, make.split("\n", 1)[1]),
-    after(STEP, re.sub("  #.*", "", update)),
-    before(line("for buffer in"), buffers),
-    ("torch.save(model.", "torch.save(ema.module."),
-]
+OF_EMA = [(SGD, ADAMW), *edits_of(block("EMA")), (ADAMW, SGD)]
 
 TEXT_DATA = """
 def load_data(args):
@@ -267,6 +258,14 @@ def classifier(name, num_labels):
     return Classifier(nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, num_labels))
 AutoModelForSequenceClassification = SimpleNamespace(from_pretrained=classifier)
 """
+WANDB = """
+def init(**_):
+    print("INIT")
+def log(values, step):
+    print("LOG", values, step)
+"""
+TQDM = "tqdm = lambda items, disable: items if disable else (print('BAR'), items)[1]"
+LIBRARIES = dict(transformers=HUB, peft=HUB, wandb=WANDB, tqdm=TQDM)  # stand-ins
 hub, model_and_tokenizer, loader, loop = pieces("hugging face")
 train_set, collator, loader = loader.splitlines(True)
 loop = loop.replace('"cuda", torch.bfloat16', '"cpu", enabled=False').replace(".float()", "")
@@ -292,12 +291,12 @@ OF_CLASSIFIER = [
     ("in val_loader", "in []"),
 ]
 
-WARM_UP = block("warm-up").replace("world_size", "4")  # one learning rate for all numbers of processes
+WARM_UP = edits_of(block("warm-up").replace("world_size", "4"))  # one learning rate for all numbers of processes
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
-    "warm-up": ("minimal", None, [before(EPOCHS, WARM_UP), after(STEP, "scheduler.step()\n")]),
+    "warm-up": ("minimal", None, WARM_UP),
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], TEN_STEPS),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation)]),
@@ -318,7 +317,7 @@ def train_on(nproc, folder, script, edits, epochs=2):
     """Train an edited script from new. Return how the run ended, and its weights (None if it failed)."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    [(folder / f"{library}.py").write_text(HUB) for library in ("transformers", "peft")]
+    [(folder / f"{library}.py").write_text(code) for library, code in LIBRARIES.items()]
     if script == "ddp_launch_train":
         copy_script(folder, script, *edits, *FLOAT64)
         finished = train(folder, nproc, "--batch-size", "18")
@@ -356,7 +355,7 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it
     commands = "torchrun() { cp $((++runs)) run.pt; }\n" + commands
     assert "checks: the files are the same" in run(["bash", "-c", commands], cwd=parts).stdout
     finished = train_minimal(3, parts, *resume, *EXACT, images=48)
-    assert finished.returncode != 0 and "the file has {'batch_size': 12, 'steps': 5," in finished.stdout
+    assert finished.returncode != 0 and "the file has {'images': 60, 'steps': 5," in finished.stdout
 
 
 def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
@@ -367,7 +366,6 @@ def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
         return torch.load(folder / "run.pt")["model"]
 
     expected = weights_of(tmp_path / "whole")
-    assert {path.name for path in tmp_path.glob("whole/step*")} == {f"step-{n}.pt" for n in (9, 12, 14)}
     assert not equal(weights_of(tmp_path / "parts", ("range(done, steps, 3)", "range(done, 8, 3)")), expected)
     for _ in "resumed", "finished":
         assert equal(weights_of(tmp_path / "parts"), expected)
@@ -402,22 +400,12 @@ def test_f1_auc_and_a_weighted_loss_are_those_of_all_images(nproc, tmp_path):
     assert metrics["val_accuracy"] == pytest.approx((scores.argmax(1) == labels[known]).double().mean().item())
 
 
-STAND_INS = """
-import types
-wandb = types.SimpleNamespace(init=lambda **_: print("INIT"), log=lambda values, step: print("LOG", values, step))
-tqdm = lambda items, disable: items if disable else (print("BAR"), items)[1]
-"""
-
-
 def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
-    init, loop, log = pieces("logging")
-    loop = edited(loop, at(line(r"\.\.\.  #", text=loop), LOSS_AND_STEP))
-    log = log.replace("dict(", "dict(f1=f1.item(), auc=auc.item(), ")
-    edits = [functions(STAND_INS, block("gather rows")), *edits_of(block("metrics"))]
-    edits += [before(EPOCHS, init), before(line("if rank == 0"), log)]
+    edits = [functions(block("gather rows")), *edits_of(block("metrics"), block("logging"))]
+    edits += [("wandb.log(dict(", "wandb.log(dict(f1=f1.item(), auc=auc.item(), ")]
     losses = []
     for nproc in 1, 2, 3:
-        finished, _ = train_on(nproc, tmp_path / "run", "minimal", [*edits, at(LOOP + LOSS + STEP, loop)])
+        finished, _ = train_on(nproc, tmp_path / "run", "minimal", edits)
         counts = [len(re.findall(f"(?m)^{word}", finished.stdout)) for word in ("INIT", "BAR", "LOG", "epoch")]
         assert finished.returncode == 0 and counts == [1, 2, 2, 2]
         losses += map(ast.literal_eval, re.findall("LOG ({.*}) 1", finished.stdout))
@@ -429,16 +417,18 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
-    begin, stop, count = pieces("stopping")
-    edits = before(EPOCHS, begin), after(EPOCHS, indent(stop, "    ")), before(line("if rank == 0"), count)
-    finished = train_minimal(2, tmp_path, *EXACT, ("parameters(), 0.1", "parameters(), 0.0"), *edits, epochs=9)
-    assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6
+    edits = edits_of(block("stopping"), block("every n steps").replace("1000", "7"))
+    same = ("parameters(), 0.1", "parameters(), 0.0")
+    finished = train_minimal(2, tmp_path, *EXACT, same, *edits, epochs=9, images=60)
+    assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6  # of 5 steps each
+    assert {path.name for path in tmp_path.glob("step*")} == {f"step-{n}.pt" for n in (14, 21, 28)}
 
 
 def test_our_scripts_log_on_rank_0_and_step_a_schedule_per_epoch(tmp_path):
     cosine = said("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)")
-    build = functions(f"{STAND_INS}\ndef build_scheduler(args, optimizer, total_steps):\n    return {cosine}\n")
+    build = functions(f"import wandb\ndef build_scheduler(args, optimizer, total_steps):\n    return {cosine}\n")
     edits = [build, *edits_of(block("our logging"), block("schedule per epoch")), SMALL_MODEL]
+    (tmp_path / "wandb.py").write_text(WANDB)
     finished = train(copy_script(tmp_path, "ddp_launch_train", *edits), 2)
     assert finished.returncode == 0 and len(re.findall("(?m)^LOG {'train_loss'", finished.stdout)) == 2  # epochs
     assert torch.load(tmp_path / "run.pt")["scheduler"]["last_epoch"] == 2
