@@ -45,6 +45,7 @@ SMALL_MINIMAL = {
     "lr=1e-3": "lr=1e-2",
     "num_workers=8": "num_workers=0",
     "batch_size=512": "batch_size=40",
+    "batch_size = 512": "batch_size = 40",
 }
 
 

@@ -136,7 +136,7 @@ ADAMW = line("optimizer = ")
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
 EXACT = [  # edits of minimal/ddp.py: float64, and no BatchNorm
     functions("import contextlib, gc, itertools\ntorch.set_default_dtype(torch.float64)\n"),
-    ("batch_size=512, sampler", "batch_size=12 // world_size, sampler"),
+    ("batch_size = 512", "batch_size = 12"),
     ("models.resnet50(num_classes=10)", f"nn.Sequential(nn.Flatten(), {LAYERS})"),
     (ADAMW, SGD),  # AdamW would not see a wrong factor
 ]
@@ -157,7 +157,7 @@ ORDER = "torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).toli
 OF_STREAM = [
     functions(block("stream")),
     at(SAMPLER, f"items = train_set\ntrain_set = Stream(lambda epoch: (items[i] for i in {ORDER}), 60)\n"),
-    ("world_size, sampler=sampler", "world_size, drop_last=True"),
+    ("batch_size, sampler=sampler", "batch_size, drop_last=True"),
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch", "MODELS")),
 ]
 accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
@@ -272,24 +272,22 @@ def log(values, step):
 """
 TQDM = "tqdm = lambda items, disable: items if disable else (print('BAR'), items)[1]"
 LIBRARIES = dict(transformers=HUB, peft=HUB, wandb=WANDB, tqdm=TQDM)  # stand-ins
-OF_CLASSIFIER = edits_of(block("hugging face classifier").replace("32 //", "12 //"))
-hub, model_and_texts, loop = pieces("hugging face")
-loop = loop.replace('"cuda", torch.bfloat16', '"cpu", enabled=False').replace(".float()", "")
-loop = edited(loop, (line(r"\.\.\.  #", text=loop), ""))
-own_loss = edited(loop, (line("all_reduce", text=loop), ""), ("world_size * ", ""))
-
-
-def of_hub(texts, loop=None):
-    """Return the edits of the classifier, or those of a language model with a loop."""
-    edits = [(new, old) for old, new in EXACT[1:]] + [list(edit) for edit in OF_CLASSIFIER]
-    edits[-7][1] = f"{hub if loop else edits[-7][1]}\nfrom torchvision import datasets"
-    if loop:
-        edits[-6][1], edits[-3][1] = indent(model_and_texts, "    "), indent(loop, "        ")
-        edits[-2][1] = "            pass"
-    return [*edits, functions(f"train_texts = val_texts = {texts}"), (", lr=2e-5", ", lr=0.1"), ("AdamW", "SGD")]
-
-
+OF_CLASSIFIER, OF_LANGUAGE_MODEL = edits_of(block("hugging face classifier")), edits_of(block("hugging face"))
+IN_FLOAT64 = [('"cuda", torch.bfloat16', '"cpu", enabled=False'), (".float()", ""), ("2e-4", "2e-5")]
+OF_GPT2 = [*OF_LANGUAGE_MODEL, *IN_FLOAT64]
+OWN_LOSS = [(line("all_reduce.tokens", text=block("hugging face"))[1:], ""), ("= world_size * ", "= ")]
 TEXTS_OF_HUB = "['12345678'[i % 7 :] for i in range(60)]"
+LABELLED = "[('12345678'[i % 7 :], i % 2) for i in range(60)]"
+
+
+def of_hub(texts, *edits):
+    """Return the edits that train with the stand-in for Hugging Face's libraries."""
+    edits = [(new, old) for old, new in EXACT[1:]] + OF_CLASSIFIER + list(edits)
+    edits += [functions(f"train_texts = val_texts = {texts}")]
+    edits += [after("import os\n", "from torchvision import datasets\n")]  # train_minimal() needs it
+    return [*edits, ("batch_size=32 //", "batch_size=12 //"), ("AdamW", "SGD"), ("lr=2e-5", "lr=0.1")]
+
+
 WARM_UP = edits_of(block("warm-up").replace("world_size", "4"))  # one learning rate for all numbers of processes
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
@@ -306,8 +304,8 @@ SAME = {
     "EMA": ("minimal", None, OF_EMA),
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
-    "Hugging Face": ("minimal", of_hub(TEXTS_OF_HUB, own_loss), of_hub(TEXTS_OF_HUB, loop)),
-    "Hugging Face classifier": ("minimal", None, of_hub("[('12345678'[i % 7 :], i % 2) for i in range(60)]")),
+    "Hugging Face": ("minimal", of_hub(TEXTS_OF_HUB, *OF_GPT2, *OWN_LOSS), of_hub(TEXTS_OF_HUB, *OF_GPT2)),
+    "Hugging Face classifier": ("minimal", None, of_hub(LABELLED)),
 }
 RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
 
@@ -341,7 +339,7 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
     for nproc in 1, 2, 3:
         finished, weights = train_on(nproc, tmp_path / "run", script, recipe)
         assert equal(weights, expected), nproc
-        printed.add(tuple(re.findall(r"epoch \d accuracy .*", finished.stdout)))
+        printed.add(tuple(re.findall(r"epoch \d (?:accuracy|loss) .*", finished.stdout)))
     assert len(printed) == 1  # so the validation does not depend on the number of processes, either
     if ordinary is not None and name not in RIGHT_ON_TWO:
         _, weights = train_on(2, tmp_path / "run", script, ordinary)
