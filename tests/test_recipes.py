@@ -135,7 +135,7 @@ DROPOUT = ("nn.Tanh()", "nn.Dropout(0.1)")
 ADAMW = line("optimizer = ")
 SGD = "    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)\n"
 EXACT = [  # edits of minimal/ddp.py: float64, and no BatchNorm
-    functions("import contextlib, gc, itertools\ntorch.set_default_dtype(torch.float64)\n"),
+    functions("import contextlib, gc, glob, itertools, shutil\ntorch.set_default_dtype(torch.float64)\n"),
     ("batch_size = 512", "batch_size = 12"),
     ("models.resnet50(num_classes=10)", f"nn.Sequential(nn.Flatten(), {LAYERS})"),
     (ADAMW, SGD),  # AdamW would not see a wrong factor
@@ -367,6 +367,7 @@ def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
         return torch.load(folder / "run.pt")["model"]
 
     expected = weights_of(tmp_path / "whole")
+    assert {path.name for path in tmp_path.glob("whole/step*")} == {f"step-{n}.pt" for n in (9, 12, 14)}
     assert not equal(weights_of(tmp_path / "parts", ("range(done, steps, 3)", "range(done, 8, 3)")), expected)
     for _ in "resumed", "finished":
         assert equal(weights_of(tmp_path / "parts"), expected)
