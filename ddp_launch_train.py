@@ -183,7 +183,7 @@ def compute_loss(args, model, batch, device, training):
     A sum is a number or a detached tensor of any shape, such as a confusion matrix, best left on the GPU.
     DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels of
     equal weight. If not (class weights, ignored labels, padding), or if the loss compares images with each other,
-    see RECIPES.md. --clip-grad clips by the norm of the averaged gradient, which is the same in all processes.
+    see MODELS.md. --clip-grad clips by the norm of the averaged gradient, which is the same in all processes.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
     images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are

@@ -5,7 +5,8 @@ from textwrap import indent
 
 from editing import ROOT
 
-MINIMAL, LAUNCH = ((ROOT / path).read_text() for path in ("minimal/ddp.py", "ddp_launch_train.py"))
+MINIMAL, LANGUAGE_MODEL = ((ROOT / "minimal" / f"{name}.py").read_text() for name in ("ddp", "language_model"))
+LAUNCH = (ROOT / "ddp_launch_train.py").read_text()
 
 
 def edits_of(*diffs):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import SMALL, in_group, in_processes, result, run, saved_by, train, train_minimal
 from editing import FLOAT64, KILLED_IN_EPOCH_2, ROOT, SCRIPTS, SMALL_MODEL, copy_script, edited
-from pages import LAUNCH, MINIMAL, after, at, before, block, edits_of, line, pieces, said
+from pages import LANGUAGE_MODEL, LAUNCH, MINIMAL, after, at, before, block, edits_of, line, pieces, said
 from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
 import common
@@ -272,28 +272,31 @@ def log(values, step):
 """
 TQDM = "tqdm = lambda items, disable: items if disable else (print('BAR'), items)[1]"
 LIBRARIES = dict(transformers=HUB, peft=HUB, wandb=WANDB, tqdm=TQDM)  # stand-ins
-OF_CLASSIFIER, OF_LANGUAGE_MODEL = edits_of(block("hugging face classifier")), edits_of(block("hugging face"))
-IN_FLOAT64 = [('"cuda", torch.bfloat16', '"cpu", enabled=False'), (".float()", ""), ("2e-4", "2e-5")]
-OF_GPT2 = [*OF_LANGUAGE_MODEL, *IN_FLOAT64]
-OWN_LOSS = [(line("all_reduce.tokens", text=block("hugging face"))[1:], ""), ("= world_size * ", "= ")]
-TEXTS_OF_HUB = "['12345678'[i % 7 :] for i in range(60)]"
+FOR_TRAIN_MINIMAL = after("import os\n", "from torchvision import datasets\n")
 LABELLED = "[('12345678'[i % 7 :], i % 2) for i in range(60)]"
+OF_CLASSIFIER = [
+    *((new, old) for old, new in EXACT[1:]),  # the page has the original lines
+    *edits_of(block("hugging face classifier").replace("=32 //", "=12 //")),
+    functions(f"train_texts = val_texts = {LABELLED}"),
+    *(FOR_TRAIN_MINIMAL, ("AdamW", "SGD"), ("lr=2e-5", "lr=0.1")),
+]
+OF_LANGUAGE_MODEL = [
+    functions("torch.set_default_dtype(torch.float64)\n"),
+    *(FOR_TRAIN_MINIMAL, ("AdamW", "SGD"), ("lr=2e-4", "lr=0.1"), ("32 //", "12 //")),
+    *(('"cuda", torch.bfloat16', '"cpu", enabled=False'), (".float()", "")),
+    ("Path(name).read_text().splitlines()", "['12345678'[i % 7 :] for i in range(60)]"),
+]
+OWN_LOSS = [(re.search(" *dist.all_reduce.tokens.*\n", LANGUAGE_MODEL)[0], ""), ("world_size * loss", "loss")]
 
-
-def of_hub(texts, *edits):
-    """Return the edits that train with the stand-in for Hugging Face's libraries."""
-    edits = [(new, old) for old, new in EXACT[1:]] + OF_CLASSIFIER + list(edits)
-    edits += [functions(f"train_texts = val_texts = {texts}")]
-    edits += [after("import os\n", "from torchvision import datasets\n")]  # train_minimal() needs it
-    return [*edits, ("batch_size=32 //", "batch_size=12 //"), ("AdamW", "SGD"), ("lr=2e-5", "lr=0.1")]
-
-
-WARM_UP = edits_of(block("warm-up").replace("world_size", "4"))  # one learning rate for all numbers of processes
+# One learning rate for all numbers of processes, and the global batch of the others.
+FAST, *WARM_UP = edits_of(block("warm-up").replace("world_size**", "4**"))
+assert FAST[0] in MINIMAL
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
     "warm-up": ("minimal", None, WARM_UP),
+    "validation loss": ("minimal", None, edits_of(block("validation loss"))),
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], TEN_STEPS),
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation)]),
@@ -304,8 +307,8 @@ SAME = {
     "EMA": ("minimal", None, OF_EMA),
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
-    "Hugging Face": ("minimal", of_hub(TEXTS_OF_HUB, *OF_GPT2, *OWN_LOSS), of_hub(TEXTS_OF_HUB, *OF_GPT2)),
-    "Hugging Face classifier": ("minimal", None, of_hub(LABELLED)),
+    "language model": ("language_model", [*OF_LANGUAGE_MODEL, *OWN_LOSS], OF_LANGUAGE_MODEL),
+    "Hugging Face classifier": ("minimal", None, OF_CLASSIFIER),
 }
 RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
 
@@ -319,10 +322,11 @@ def train_on(nproc, folder, script, edits, epochs=2):
         copy_script(folder, script, *edits, *FLOAT64)
         finished = train(folder, nproc, "--batch-size", "18")
         return finished, None if finished.returncode else torch.load(folder / "run.pt")["model"]
-    finished = train_minimal(nproc, folder, *EXACT, *edits, epochs=epochs, images=60)
+    edits, name = (edits, script) if script == "language_model" else ([*EXACT, *edits], "ddp")
+    finished = train_minimal(nproc, folder, *edits, epochs=epochs, images=60, name=name)
     if finished.returncode:
         return finished, None
-    state = torch.load(max(folder.glob("[mr]*.pt")))  # model.pt, or run.pt
+    state = torch.load(max(folder.glob("[amr]*.pt")))  # adapters.pt, model.pt, or run.pt
     return finished, state.get("model", state)
 
 
