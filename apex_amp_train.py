@@ -152,7 +152,7 @@ def main(args):
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
 
         # [DDP 6/7] Each process validates its own share of the images, and all_reduced() adds up their sums. Use
-        # `model` here: `ddp_model` can communicate, and would hang if one process has more batches than another.
+        # `model` here: `ddp_model` can communicate, and can hang if one process has more batches than another.
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
