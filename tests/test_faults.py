@@ -161,12 +161,16 @@ def test_one_rank_prepares_the_data(tmp_path):
 
 def test_all_ranks_stop_together(tmp_path):
     fewest, one_stops = block("fewest batches"), block("one stops")
+    decision = block("decision").replace('os.path.exists("stop")', "rank == 0")
     program = f"""import itertools
 device, train_loader, trained = "cpu", [(1, 1)] * (5 - rank), 0
 {fewest}    trained += 1
 for stop, own in (False, 4 - rank), (rank == 1, 9):  # a rank without a batch, and one that wants to stop
     train_loader = [(1, 1)] * own
     {one_stops.replace(chr(10), chr(10) + "    ")}    trained += 10
+for _ in range(3):  # rank 0 decides that all stop
+    {decision.replace(chr(10), chr(10) + "    ")}
+    trained += 100
 print(f"{{trained}}\\n", end="")
 """
     assert in_group(2, tmp_path, program).split("\n")[:2] == ["34"] * 2

@@ -58,6 +58,15 @@ datasets.CIFAR10 = make
     assert train_minimal(2, tmp_path, make, epochs=1).returncode == 0
 
 
+def test_three_checks_pass_and_see_a_missing_sampler(tmp_path):
+    # Forked processes share the seed of NumPy.
+    numpy = after(line(r"21 \+ rank"), "__import__('numpy').random.seed(rank)\n")
+    checks = [numpy, *edits_of(block("three checks"))]
+    assert train_minimal(2, tmp_path, *checks).returncode == 0
+    finished = train_minimal(2, tmp_path, *checks, ("batch_size, sampler=sampler", "batch_size, shuffle=True"))
+    assert finished.returncode != 0 and "410 images come twice: not shared?" in finished.stdout
+
+
 def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_loss_or_metric(tmp_path):
     changes = edits_of(block("compare").replace("range(101)", "range(61)"))
     loss = ("), labels)", "), labels, torch.arange(10.0))")
