@@ -160,28 +160,20 @@ OF_STREAM = [
     ("batch_size, sampler=sampler", "batch_size, drop_last=True"),
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch", "MODELS")),
 ]
-accumulation = f"for images, labels in train_loader:\n{indent(block('accumulation').replace('128', '4'), '    ')}"
-known, total, all_reduced, summed, _ = block("weighted mean").replace("class_weights", WEIGHTS).splitlines(True)
-summed = summed.replace("images", "x.to(device)").replace("labels", "y.to(device)")
-accumulated_sums = edited(
-    accumulation,
-    at(line("optimizer.zero", text=accumulation), "optimizer.zero_grad()\n", known, total, all_reduced),
-    at(line("loss = ", text=accumulation), summed),
-    at(line(r"\(loss \* len", text=accumulation), said("(world_size * loss / total).backward()"), "\n"),
-)
-WEIGHTED_LOSS = ("ddp_model(images), labels)", f"ddp_model(images), labels, {WEIGHTS})")
+in_parts = block("accumulation").replace("32", "4")
+sums_in_parts = edited(in_parts, *edits_of(block("accumulation and ignored labels")))
+in_parts, sums_in_parts = (dedent(line("in train_loader")) + indent(c, "    ") for c in (in_parts, sums_in_parts))
+IGNORED = after(line("in train_loader"), "    labels = labels.where(labels > 3, -100)\n")
 OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
 OUR_METRICS = [functions(block("gather rows"), block("our metrics"))]
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
 CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
 # Both unfreeze the first layer in the second epoch.
-find_unused, unfreeze, wrap_again = (
-    piece.replace("conv1", "get_submodule('1')").replace("= 2", "= 1")
-    for piece in [*pieces("unfreezing"), block("wrapping again")]
-)
+FIND_UNUSED, UNFREEZE = edits_of(block("unfreezing").replace("conv1", "get_submodule('1')").replace("= 2", "= 1"))
+wrap_again = block("wrapping again").replace("conv1", "get_submodule('1')").replace("= 2", "= 1")
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
-WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), after(SET_EPOCH, unfreeze)]
+WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), UNFREEZE]
 all_steps, loop_by_steps = pieces("by steps")
 loop_by_steps, save = re.split(r"    \.\.\.  # the saf.*\n    if rank == 0:\n", loop_by_steps.replace("1000", "3"))
 loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  # the", text=loop_by_steps), LOSS_AND_STEP))
@@ -273,12 +265,10 @@ def log(values, step):
 TQDM = "tqdm = lambda items, disable: items if disable else (print('BAR'), items)[1]"
 LIBRARIES = dict(transformers=HUB, peft=HUB, wandb=WANDB, tqdm=TQDM)  # stand-ins
 FOR_TRAIN_MINIMAL = after("import os\n", "from torchvision import datasets\n")
-LABELLED = "[('12345678'[i % 7 :], i % 2) for i in range(60)]"
 OF_CLASSIFIER = [
-    *((new, old) for old, new in EXACT[1:]),  # the page has the original lines
-    *edits_of(block("hugging face classifier").replace("=32 //", "=12 //")),
-    functions(f"train_texts = val_texts = {LABELLED}"),
-    *(FOR_TRAIN_MINIMAL, ("AdamW", "SGD"), ("lr=2e-5", "lr=0.1")),
+    functions("torch.set_default_dtype(torch.float64)\n"),
+    *(FOR_TRAIN_MINIMAL, ("AdamW", "SGD"), ("lr=2e-5", "lr=0.1"), ("32 //", "12 //")),
+    ("Path(file).read_text().splitlines()", "[f'{i % 2}\\t{\"12345678\"[i % 7 :]}' for i in range(60)]"),
 ]
 OF_LANGUAGE_MODEL = [
     functions("torch.set_default_dtype(torch.float64)\n"),
@@ -299,16 +289,16 @@ SAME = {
     "validation loss": ("minimal", None, edits_of(block("validation loss"))),
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("minimal", [], TEN_STEPS),
-    "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, accumulation)]),
-    "parts of weighted batches": ("minimal", [WEIGHTED_LOSS], [at(LOOP + LOSS + STEP, accumulated_sums)]),
+    "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, in_parts)]),
+    "parts with ignored labels": ("minimal", [IGNORED], [at(LOOP + LOSS + STEP, sums_in_parts), IGNORED]),
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
-    "unfreezing": ("minimal", WITHOUT_DDP, [at(WRAPPED, find_unused), after(SET_EPOCH, unfreeze)]),
+    "unfreezing": ("minimal", WITHOUT_DDP, [FIND_UNUSED, UNFREEZE]),
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
     "EMA": ("minimal", None, OF_EMA),
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "language model": ("language_model", [*OF_LANGUAGE_MODEL, *OWN_LOSS], OF_LANGUAGE_MODEL),
-    "Hugging Face classifier": ("minimal", None, OF_CLASSIFIER),
+    "text classifier": ("text_classifier", None, OF_CLASSIFIER),
 }
 RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
 
@@ -322,11 +312,11 @@ def train_on(nproc, folder, script, edits, epochs=2):
         copy_script(folder, script, *edits, *FLOAT64)
         finished = train(folder, nproc, "--batch-size", "18")
         return finished, None if finished.returncode else torch.load(folder / "run.pt")["model"]
-    edits, name = (edits, script) if script == "language_model" else ([*EXACT, *edits], "ddp")
+    edits, name = (edits, script) if script != "minimal" else ([*EXACT, *edits], "ddp")
     finished = train_minimal(nproc, folder, *edits, epochs=epochs, images=60, name=name)
     if finished.returncode:
         return finished, None
-    state = torch.load(max(folder.glob("[amr]*.pt")))  # adapters.pt, model.pt, or run.pt
+    state = torch.load(max(folder.glob("[acmr]*.pt")))  # adapters.pt, classifier.pt, model.pt, or run.pt
     return finished, state.get("model", state)
 
 
@@ -470,6 +460,17 @@ for epoch in 1, 2:
     items = [item for batches in ranks for batch in batches for item in batch]
     assert [len(batches) for batches in ranks] == [4] * 4  # of 71: each of four workers has two batches of six
     assert len(set(items)) == len(items) == 96
+
+
+def test_an_image_and_its_mask_are_cropped_alike(tmp_path):
+    classes = torch.randint(0, 2, (1, 180, 260), dtype=torch.uint8)
+    PIL.Image.fromarray((classes * 255).numpy()[0]).convert("RGB").save(tmp_path / "image.png")
+    PIL.Image.fromarray(classes.numpy()[0]).save(tmp_path / "mask.png")
+    scope = {}
+    exec(block("masks"), scope)
+    image, mask = scope["load"](f"{tmp_path}/image.png", f"{tmp_path}/mask.png")
+    assert image.shape == (3, 224, 224) and mask.shape == (224, 224) and mask.dtype == torch.int64
+    assert torch.equal(image[0] == 1, mask == 1) and 180 * 224 <= (mask != 255).sum() < 224 * 224
 
 
 def test_images_in_folders(tmp_path):
