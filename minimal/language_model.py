@@ -74,6 +74,12 @@ def main():
             optimizer.zero_grad()
             (world_size * loss / tokens).backward()  # DDP will divide by world_size
             optimizer.step()
+        # A safeguard, not a step: every rank must have the weights of rank 0.
+        for weight in model.parameters():
+            of_rank_0 = weight.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(of_rank_0, src=0)  # overwrites the copy
+            difference = (weight.detach() - of_rank_0).norm()
+            assert difference <= 1e-5 * of_rank_0.norm(), "the weights of the ranks differ"
 
         # 6. Each rank validates its share, with `model`.
         model.eval()

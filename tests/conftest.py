@@ -110,7 +110,7 @@ def train(folder, nproc, *flags, script="ddp_launch_train", **env):
     return in_processes(nproc, folder, f"{script}.py", *SMALL, "--checkpoint", "run.pt", *flags, **env)
 
 
-def train_minimal(nproc, folder, *edits, epochs=4, images=410, name="ddp"):
+def train_minimal(nproc, folder, *edits, epochs=4, images=410, name="ddp", **env):
     """Start a program of minimal/ on the CPU after some edits: one_gpu.py if `nproc` is 0."""
     folder.mkdir(exist_ok=True)
     program = edited((ROOT / "minimal" / f"{name if nproc else 'one_gpu'}.py").read_text(), *edits)
@@ -120,7 +120,7 @@ def train_minimal(nproc, folder, *edits, epochs=4, images=410, name="ddp"):
     data = f"{IMAGES}\ndatasets.CIFAR10 = lambda *_, train, **__: small_images({images} if train else 61)\n"
     (folder / "program.py").write_text(program.replace("\ndef main", f"{data}\ndef main"))
     shutil.copy(ROOT / "minimal" / "checks.py", folder)
-    return in_processes(nproc, folder, "program.py")
+    return in_processes(nproc, folder, "program.py", **env)
 
 
 def result(finished):

@@ -6,13 +6,22 @@ import pytest
 import torch
 from conftest import run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL
-from pages import after, before, block, edits_of, line
+from pages import MINIMAL, after, before, block, edits_of, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
     files = ROOT / "minimal" / "one_gpu.py", ROOT / "minimal" / "ddp.py"
     diff = run(["diff", "-U", "999", *files]).stdout.split("\n", 3)[3]
     assert f"```diff\n{diff}```\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["language_model", "text_classifier"])
+def test_the_scripts_for_texts_have_the_steps_of_the_port(name):
+    text = (ROOT / "minimal" / f"{name}.py").read_text()
+    connect = MINIMAL[MINIMAL.index("    # 1. ") : MINIMAL.index("    torch.manual_seed(21)\n")]
+    safeguard = MINIMAL[MINIMAL.index("        # A safeguard") : MINIMAL.index("        # 6. ")]
+    for lines in connect, line("set_epoch"), safeguard, "\n    torch.manual_seed(21 + rank)  # ":
+        assert lines in text
 
 
 @pytest.mark.parametrize("nproc", [0, 1, 2, 3])

@@ -341,16 +341,19 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
 
 
 def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
-    resume, whole, parts = edits_of(block("resuming")), tmp_path / "whole", tmp_path / "parts"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    stop = said('if "STOP" in os.environ: break', "CHECKS")
+    resume = [*edits_of(block("resuming")), before("    dist.destroy_process_group()\n", f"    {stop}\n\n")]
     parts.mkdir()
-    for number, (folder, epochs) in enumerate([(whole, 3), (parts, 2), (parts, 3)], 1):
-        assert train_minimal(2, folder, *resume, *EXACT, DROPOUT, epochs=epochs, images=60).returncode == 0
+    for number, (folder, env) in enumerate([(whole, {}), (parts, dict(STOP="1")), (parts, {})], 1):
+        finished = train_minimal(2, folder, *resume, *EXACT, DROPOUT, epochs=3, images=60, **env)
+        assert finished.returncode == 0 and finished.stdout.count("accuracy") == {1: 3, 2: 1, 3: 2}[number]
         shutil.copy(folder / "run.pt", parts / f"{number}")
     commands = block("check a resume").replace("python", sys.executable)
     commands = "torchrun() { cp $((++runs)) run.pt; }\n" + commands
     assert "checks: the files are the same" in run(["bash", "-c", commands], cwd=parts).stdout
     finished = train_minimal(3, parts, *resume, *EXACT, images=48)
-    assert finished.returncode != 0 and "the file has {'images': 60, 'steps': 5," in finished.stdout
+    assert finished.returncode != 0 and "the file has {'images': 60, 'batch': 12, 'steps': 5," in finished.stdout
 
 
 def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
