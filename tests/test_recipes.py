@@ -19,9 +19,9 @@ from torchmetrics.functional.classification import multiclass_auroc, multiclass_
 import common
 
 # The scripts that each diff fits.
-FITS = dict.fromkeys(["our weights", "our logging", "our buckets"], SCRIPTS[1:])
+FITS = dict.fromkeys(["our weights", "our buckets"], SCRIPTS[1:])
 FITS |= dict.fromkeys(["our accumulation", "our EMA"], SCRIPTS[1:3])
-FITS |= {"schedule per epoch": SCRIPTS[:3], "our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
+FITS |= {"our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
 
 
 def functions(*codes):
@@ -421,16 +421,6 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     finished = train_minimal(2, tmp_path, *EXACT, same, *edits, epochs=9, images=60)
     assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6  # of 5 steps each
     assert {path.name for path in tmp_path.glob("step*")} == {f"step-{n}.pt" for n in (14, 21, 28)}
-
-
-def test_our_scripts_log_on_rank_0_and_step_a_schedule_per_epoch(tmp_path):
-    cosine = said("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)")
-    build = functions(f"import wandb\ndef build_scheduler(args, optimizer, total_steps):\n    return {cosine}\n")
-    edits = [build, *edits_of(block("our logging"), block("schedule per epoch")), SMALL_MODEL]
-    (tmp_path / "wandb.py").write_text(WANDB)
-    finished = train(copy_script(tmp_path, "ddp_launch_train", *edits), 2)
-    assert finished.returncode == 0 and len(re.findall("(?m)^LOG {'train_loss'", finished.stdout)) == 2  # epochs
-    assert torch.load(tmp_path / "run.pt")["scheduler"]["last_epoch"] == 2
 
 
 def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_similar_lengths():
