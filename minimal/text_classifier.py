@@ -69,7 +69,7 @@ def main():
             loss.backward()
             optimizer.step()
         # A safeguard, not a step: every rank must have the weights of rank 0.
-        for weight in model.parameters():
+        for weight in [w for group in optimizer.param_groups for w in group["params"]]:
             of_rank_0 = weight.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(of_rank_0, src=0)  # overwrites the copy
             difference = (weight.detach() - of_rank_0).norm()

@@ -97,6 +97,7 @@ model = Model()
 model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
+simclr = block("two views") + block("SimCLR")
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
 weighted_mean = block("weighted mean").replace('="sum"', '="sum", label_smoothing=0.1')
 MAPS = f"""{PIXELS}probabilities = ddp_model(images).softmax(1)
@@ -108,6 +109,7 @@ LOSSES = {
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all", ""), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
+    "SimCLR": (VIEWS, block("two views").replace("gather(rows)", "rows") + block("SimCLR"), simclr),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
@@ -417,8 +419,10 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
     edits = edits_of(block("stopping"), block("every n steps").replace("1000", "7"))
-    same = ("parameters(), 0.1", "parameters(), 0.0")
-    finished = train_minimal(2, tmp_path, *EXACT, same, *edits, epochs=9, images=60)
+    edits += [("parameters(), 0.1", "parameters(), 0.0")]
+    edits += [('torch.save(model.state_dict(), "model.pt")', 'print("best")')]
+    finished = train_minimal(2, tmp_path, *EXACT, *edits, epochs=9, images=60)
+    assert finished.stdout.count("best") == 1
     assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6  # of 5 steps each
     assert {path.name for path in tmp_path.glob("step*")} == {f"step-{n}.pt" for n in (14, 21, 28)}
 
