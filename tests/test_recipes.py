@@ -176,17 +176,7 @@ FIND_UNUSED, UNFREEZE = edits_of(block("unfreezing").replace("conv1", "get_submo
 wrap_again = block("wrapping again").replace("conv1", "get_submodule('1')").replace("= 2", "= 1")
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), UNFREEZE]
-all_steps, loop_by_steps = pieces("by steps")
-loop_by_steps, save = re.split(r"    \.\.\.  # the saf.*\n    if rank == 0:\n", loop_by_steps.replace("1000", "3"))
-loop_by_steps = edited(loop_by_steps, at(line(r"\.\.\.  # the", text=loop_by_steps), LOSS_AND_STEP))
-resume = edits_of(block("resuming"))
-BY_STEPS = [
-    *resume,
-    at(line("settings = dict", text=resume[0][1] + "\n"), all_steps),
-    at(f"{resume[1][1]}\n{MINIMAL[MINIMAL.index(SET_EPOCH) : MINIMAL.index(STEP)]}{STEP}", loop_by_steps),
-    (f"{resume[2][1]}\n", indent(save, "    ")),
-]
-TEN_STEPS = [(SGD, ADAMW), *BY_STEPS, ("20_000", "10"), (ADAMW, SGD)]
+TEN_STEPS = [("steps, every = 20_000, 1000", "steps, every = 10, 3")]
 OF_EMA = [(SGD, ADAMW), *edits_of(block("EMA")), (ADAMW, SGD)]
 
 TEXT_DATA = """
@@ -290,7 +280,7 @@ SAME = {
     "warm-up": ("minimal", None, WARM_UP),
     "validation loss": ("minimal", None, edits_of(block("validation loss"))),
     "IterableDataset": ("minimal", None, OF_STREAM),
-    "steps": ("minimal", [], TEN_STEPS),
+    "steps": ("by_steps", [], [*EXACT, *TEN_STEPS]),  # as by ddp.py in two epochs of five steps
     "parts of batches": ("minimal", [], [at(LOOP + LOSS + STEP, in_parts)]),
     "parts with ignored labels": ("minimal", [IGNORED], [at(LOOP + LOSS + STEP, sums_in_parts), IGNORED]),
     "parts of our batches": ("ddp_launch_train", [], OUR_PARTS),
@@ -330,7 +320,8 @@ def equal(weights, expected):
 @pytest.mark.parametrize("name", SAME)
 def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
     script, ordinary, recipe = SAME[name]
-    _, expected = train_on(1, tmp_path / "run", script, recipe if ordinary is None else ordinary)
+    first = script.replace("by_steps", "minimal")
+    _, expected = train_on(1, tmp_path / "run", first, recipe if ordinary is None else ordinary)
     printed = set()
     for nproc in 1, 2, 3:
         finished, weights = train_on(nproc, tmp_path / "run", script, recipe)
@@ -360,14 +351,15 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it
 
 def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
     def weights_of(folder, *edits):
-        loader = ("end - start], num_workers=8", "end - start], num_workers=2, multiprocessing_context='fork'")
-        edits = *BY_STEPS, ("20_000", "14"), loader, *edits, *EXACT, DROPOUT
-        assert train_minimal(2, folder, *edits, images=60).returncode == 0
+        loader = ("=batches, num_workers=8", "=batches, num_workers=2, multiprocessing_context='fork'")
+        edits = TEN_STEPS[0], ("= 10, 3", "= 14, 3"), loader, *edits, *EXACT, DROPOUT
+        assert train_minimal(2, folder, *edits, images=60, name="by_steps").returncode == 0
         return torch.load(folder / "run.pt")["model"]
 
     expected = weights_of(tmp_path / "whole")
     assert {path.name for path in tmp_path.glob("whole/step*")} == {f"step-{n}.pt" for n in (9, 12, 14)}
-    assert not equal(weights_of(tmp_path / "parts", ("range(done, steps, 3)", "range(done, 8, 3)")), expected)
+    stop = ("range(done, steps, every)", "range(done, 8, every)")
+    assert not equal(weights_of(tmp_path / "parts", stop), expected)
     for _ in "resumed", "finished":
         assert equal(weights_of(tmp_path / "parts"), expected)
 

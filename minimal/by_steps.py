@@ -1,0 +1,120 @@
+"""Train ResNet-50 on CIFAR-10 with all GPUs, counting steps instead of epochs.
+
+torchrun --standalone --nproc-per-node=gpu minimal/by_steps.py
+
+After every 1000 steps, it validates, saves run.pt, and keeps copies of the three newest files.
+The same command resumes from run.pt. What differs from ddp.py is the resuming and the loop.
+"""
+
+import glob
+import os
+import shutil
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock  # installed with PyTorch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Subset
+from torchvision import datasets, models, transforms
+
+
+def main():
+    # 1. torchrun starts this script once per GPU, and tells each process which one it is.
+    rank = int(os.environ["RANK"])  # index of this process among all
+    local_rank = int(os.environ["LOCAL_RANK"])  # index on its machine
+    world_size = int(os.environ["WORLD_SIZE"])  # number of processes
+
+    # 2. Each process uses its own GPU and connects to the others.
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+
+    torch.manual_seed(21)
+    to_tensor = transforms.ToTensor()
+    with FileLock("data.lock"):  # one process downloads while the others wait
+        train_set = datasets.CIFAR10("data", train=True, download=True, transform=to_tensor)
+    val_set = datasets.CIFAR10("data", train=False, transform=to_tensor)
+
+    # 3. Each rank trains on its own share of the images. The sampler shuffles, and drops a few
+    # to make shares equal. In validation, rank 1 of 4 has the images 1, 5, 9 and so on.
+    sampler = DistributedSampler(train_set, seed=21, drop_last=True)
+    batch_size = 512 // world_size  # of each rank; all together use about 512 images per step
+    batch_sampler = BatchSampler(sampler, batch_size, drop_last=False)  # lists of indices
+    val_share = Subset(val_set, range(rank, len(val_set), world_size))
+    val_loader = DataLoader(val_share, batch_size=512, num_workers=8)
+
+    model = models.resnet50(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()  # both for small images
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    # Resume. One rank reads the file, so that all ranks continue from the same one.
+    steps, every = 20_000, 1000
+    settings = dict(images=len(train_set), batch=batch_size * world_size, steps=steps)
+    exists = rank == 0 and os.path.exists("run.pt")
+    loaded = [torch.load("run.pt", map_location="cpu") if exists else None]
+    dist.broadcast_object_list(loaded, src=0)
+    done = 0  # steps
+    if state := loaded.pop():
+        assert state["settings"] == settings, f"run.pt has {state['settings']}, not {settings}"
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["done"]
+
+    # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
+    # averages the gradients in backward(), and shares its weights with `model`.
+    ddp_model = DDP(model)  # no device_ids: the model is on its GPU already
+
+    for start in range(done, steps, every):
+        # A loader cannot start within an epoch. So collect the next batches of this rank, as
+        # lists of indices, and make a loader for them. A new seed, because a resumed run has to
+        # draw the same random numbers. Dropout and random transforms should differ by rank.
+        torch.manual_seed(21 + rank + world_size * start)
+        end, batches = min(start + every, steps), []
+        while len(batches) < end - start:
+            epoch, step = divmod(start + len(batches), len(batch_sampler))
+            sampler.set_epoch(epoch)  # 5. Shuffle differently in each epoch.
+            batches += list(batch_sampler)[step:]
+        batches = batches[: end - start]
+        model.train()
+        for images, labels in DataLoader(train_set, batch_sampler=batches, num_workers=8):
+            images, labels = images.to(device), labels.to(device)
+            loss = nn.functional.cross_entropy(ddp_model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        # A safeguard, not a step: every rank must have the weights of rank 0.
+        for weight in [w for group in optimizer.param_groups for w in group["params"]]:
+            of_rank_0 = weight.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(of_rank_0, src=0)  # overwrites the copy
+            difference = (weight.detach() - of_rank_0).norm()
+            assert difference <= 1e-5 * of_rank_0.norm(), "the weights of the ranks differ"
+
+        # 6. Each rank validates its share, with `model`: `ddp_model` can hang if one rank has
+        # more batches than another. BatchNorm's statistics differ by rank: use those of rank 0.
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        model.eval()
+        correct = torch.tensor(0, device=device)
+        with torch.no_grad():
+            for images, labels in val_loader:
+                correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+        dist.all_reduce(correct)  # the sum over all processes
+
+        # 7. Only rank 0 prints and saves. Otherwise, all ranks would write the same file.
+        if rank == 0:
+            print(f"step {end} accuracy {correct.item() / len(val_set):.4f}")
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+            torch.save(dict(state, settings=settings, done=end), "run.pt.tmp")
+            os.replace("run.pt.tmp", "run.pt")  # a run that is killed here keeps the old file
+            shutil.copy("run.pt", f"step-{end}.pt")
+            for old in sorted(glob.glob("step-*.pt"), key=os.path.getmtime)[:-3]:
+                os.remove(old)
+
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
