@@ -20,6 +20,12 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
 
+def load_texts(file, tokenizer):
+    """Return a list of dicts, which have the tokens of a text."""
+    texts = [text for text in Path(file).read_text().split("\n") if text]
+    return [tokenizer(text, truncation=True) for text in texts]
+
+
 def summed_loss(model, batch):
     """Return the sum of the losses of a batch's tokens, and the number of these tokens."""
     labels = batch.pop("labels")[:, 1:]  # the label of a token is the next token
@@ -48,10 +54,7 @@ def main():
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)  # created after the adapters
 
-    train_set, val_set = (
-        [tokenizer(text, truncation=True) for text in Path(name).read_text().splitlines()]
-        for name in ("train.txt", "val.txt")
-    )
+    train_set, val_set = load_texts("train.txt", tokenizer), load_texts("val.txt", tokenizer)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # labels padding -100
 
     # 3. Each rank trains on its own share, and all together use 32 texts per step.

@@ -24,7 +24,7 @@ from transformers import (
 
 def load_texts(file, tokenizer):
     """Return a list of dicts, which have the tokens of a text and its label."""
-    items = [line.split("\t", 1) for line in Path(file).read_text().splitlines()]
+    items = [line.split("\t", 1) for line in Path(file).read_text().split("\n") if line]
     return [dict(tokenizer(text, truncation=True), labels=int(label)) for label, text in items]
 
 

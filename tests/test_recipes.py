@@ -81,6 +81,9 @@ images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 """
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
+COUNTED = f"""{PIXELS}count = (labels != -100).sum()
+loss = nn.functional.cross_entropy(ddp_model(images), labels, reduction="sum") / count.clamp(min=1)
+"""
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
 # Four texts for each rank but the last, which has the others.
 TEXTS = """
@@ -110,6 +113,7 @@ LOSSES = {
     "Dice": (MAPS, block("Dice").replace("sum_over_all", ""), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "SimCLR": (VIEWS, block("two views").replace("gather(rows)", "rows") + block("SimCLR"), simclr),
+    "boxes": (COUNTED, "", block("detection")),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
@@ -168,6 +172,7 @@ in_parts, sums_in_parts = (dedent(line("in train_loader")) + indent(c, "    ") f
 IGNORED = after(line("in train_loader"), "    labels = labels.where(labels > 3, -100)\n")
 OUR_PARTS = [functions("import contextlib"), *edits_of(block("our accumulation").replace("128", "4"))]
 OUR_METRICS = [functions(block("gather rows"), block("our metrics"))]
+bfloat16 = block("bfloat16").replace('"cuda", torch.bfloat16', '"cpu", enabled=False').replace(".float()", "")
 scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
 scaled_step = scaled_step.replace("outputs.float()", "outputs")
 CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
@@ -260,18 +265,19 @@ FOR_TRAIN_MINIMAL = after("import os\n", "from torchvision import datasets\n")
 OF_CLASSIFIER = [
     functions("torch.set_default_dtype(torch.float64)\n"),
     *(FOR_TRAIN_MINIMAL, ("AdamW", "SGD"), ("lr=2e-5", "lr=0.1"), ("32 //", "12 //")),
-    ("Path(file).read_text().splitlines()", "[f'{i % 2}\\t{\"12345678\"[i % 7 :]}' for i in range(60)]"),
+    ('Path(file).read_text().split("\\n")', "[f'{i % 2}\\t{\"12345678\"[i % 7 :]}' for i in range(60)]"),
 ]
 OF_LANGUAGE_MODEL = [
     functions("torch.set_default_dtype(torch.float64)\n"),
     *(FOR_TRAIN_MINIMAL, ("AdamW", "SGD"), ("lr=2e-4", "lr=0.1"), ("32 //", "12 //")),
     *(('"cuda", torch.bfloat16', '"cpu", enabled=False'), (".float()", "")),
-    ("Path(name).read_text().splitlines()", "['12345678'[i % 7 :] for i in range(60)]"),
+    ('Path(file).read_text().split("\\n")', "['12345678'[i % 7 :] for i in range(60)]"),
 ]
 OWN_LOSS = [(re.search(" *dist.all_reduce.tokens.*\n", LANGUAGE_MODEL)[0], ""), ("world_size * loss", "loss")]
 
 # One learning rate for all numbers of processes, and the global batch of the others.
-FAST, *WARM_UP = edits_of(block("warm-up").replace("world_size**", "4**"))
+FAST, MAX_LR = edits_of(block("fast way").replace("world_size**", "4**"))
+WARM_UP = [*edits_of(block("warm-up")), MAX_LR]
 assert FAST[0] in MINIMAL
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
@@ -287,12 +293,13 @@ SAME = {
     "unfreezing": ("minimal", WITHOUT_DDP, [FIND_UNUSED, UNFREEZE]),
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
     "EMA": ("minimal", None, OF_EMA),
+    "bfloat16": ("minimal", [], [at(LOSS, bfloat16)]),
     "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "language model": ("language_model", [*OF_LANGUAGE_MODEL, *OWN_LOSS], OF_LANGUAGE_MODEL),
     "text classifier": ("text_classifier", None, OF_CLASSIFIER),
 }
-RIGHT_ON_TWO = ["steps", "parts of batches", "parts of our batches", "GradScaler"]  # so is the ordinary code
+RIGHT_ON_TWO = ["steps", "bfloat16", "parts of batches", "parts of our batches", "GradScaler"]  # also ordinary
 
 
 def train_on(nproc, folder, script, edits, epochs=2):
