@@ -84,6 +84,9 @@ SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
 COUNTED = f"""{PIXELS}count = (labels != -100).sum()
 loss = nn.functional.cross_entropy(ddp_model(images), labels, reduction="sum") / count.clamp(min=1)
 """
+statistics = block("statistics").replace("dist.all_reduce(sums)", said("sums = sum_over_all(sums)", "MODELS"))
+statistics += "loss = ((x - mean) / (variance + 1).sqrt()).pow(3).mean()\n"
+reduced = (line("sum_over_all", text=statistics), "")  # one process needs no sum
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
 # Four texts for each rank but the last, which has the others.
 TEXTS = """
@@ -114,6 +117,7 @@ LOSSES = {
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "SimCLR": (VIEWS, block("two views").replace("gather(rows)", "rows") + block("SimCLR"), simclr),
     "boxes": (COUNTED, "", block("detection")),
+    "statistics": (f"{ROWS}observations = ddp_model(images)\n", edited(statistics, reduced), statistics),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
