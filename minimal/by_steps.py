@@ -10,6 +10,7 @@ import glob
 import os
 import shutil
 
+import checks  # checks.py, beside this file
 import torch
 import torch.distributed as dist
 from filelock import FileLock  # installed with PyTorch
@@ -65,7 +66,7 @@ def main():
 
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
-    ddp_model = DDP(model)  # no device_ids: the model is on its GPU already
+    ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
 
     for start in range(done, steps, every):
         # A loader cannot start within an epoch. So collect the next batches of this rank, as
@@ -85,12 +86,7 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        # A safeguard, not a step: every rank must have the weights of rank 0.
-        for weight in [w for group in optimizer.param_groups for w in group["params"]]:
-            of_rank_0 = weight.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(of_rank_0, src=0)  # overwrites the copy
-            difference = (weight.detach() - of_rank_0).norm()
-            assert difference <= 1e-5 * of_rank_0.norm(), "the weights of the ranks differ"
+        checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
         # 6. Each rank validates its share, with `model`: `ddp_model` can hang if one rank has
         # more batches than another. BatchNorm's statistics differ by rank: use those of rank 0.

@@ -10,6 +10,7 @@ model, the data, and the loss, which counts tokens.
 import os
 from pathlib import Path
 
+import checks  # checks.py, beside this file
 import torch
 import torch.distributed as dist
 from filelock import FileLock  # installed with PyTorch
@@ -77,12 +78,7 @@ def main():
             optimizer.zero_grad()
             (world_size * loss / tokens).backward()  # DDP will divide by world_size
             optimizer.step()
-        # A safeguard, not a step: every rank must have the weights of rank 0.
-        for weight in [w for group in optimizer.param_groups for w in group["params"]]:
-            of_rank_0 = weight.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(of_rank_0, src=0)  # overwrites the copy
-            difference = (weight.detach() - of_rank_0).norm()
-            assert difference <= 1e-5 * of_rank_0.norm(), "the weights of the ranks differ"
+        checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
         # 6. Each rank validates its share, with `model`.
         model.eval()

@@ -19,8 +19,7 @@ def test_readme_shows_the_diff_of_the_two_programs():
 def test_the_other_scripts_have_the_steps_of_the_port(name):
     text = (ROOT / "minimal" / f"{name}.py").read_text()
     connect = MINIMAL[MINIMAL.index("    # 1. ") : MINIMAL.index("    torch.manual_seed(21)\n")]
-    safeguard = MINIMAL[MINIMAL.index("        # A safeguard") : MINIMAL.index("        # 6. ")]
-    for lines in connect, line("set_epoch"), safeguard, "torch.manual_seed(21 + rank":
+    for lines in connect, line("set_epoch"), line("same_weights"), "torch.manual_seed(21 + rank":
         assert lines in text
 
 

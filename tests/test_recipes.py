@@ -416,6 +416,13 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     assert len(losses) == 3 and losses == [pytest.approx(losses[0], rel=1e-12)] * 3
 
 
+def test_steps_are_timed_with_the_loader_and_on_one_batch(tmp_path):
+    timing = block("timing").replace("torch.cuda.synchronize()", "pass").replace("...  # the", f"{LOSS_AND_STEP}#")
+    timing = timing.replace(LOSS_AND_STEP, indent(LOSS_AND_STEP, " " * 8).strip() + "\n")
+    finished = train_minimal(2, tmp_path, *EXACT, before(EPOCHS, "import time\n", timing))
+    assert finished.returncode == 0 and finished.stdout.count(" s on one batch") == 2
+
+
 def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
     copy_script(tmp_path, "ddp_launch_train", *edits_of(block("our stopping")), *FLOAT64)
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
