@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import run, train_minimal
 from editing import IMAGES, ROOT, SMALL_MINIMAL
-from pages import MINIMAL, after, before, block, edits_of, line
+from pages import MINIMAL, after, before, block, edits_of, line, said
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -83,7 +83,11 @@ def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_l
     for edit, name in (loss, "gradient"), (("range(rank", "range(0"), "correct"):
         assert f"{name}, call 1: " in train_minimal(3, tmp_path, *changes, edit, images=60).stdout
     assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.txt"))] == [2, 10]
-    old = train_minimal(0, tmp_path, *edits_of(block("compare with the old script")), images=60)
+    float64 = after(line(r"manual_seed\(21\)"), line("float64", text=block("compare")).removeprefix("+    "))
+    old = [("import torch\n", "import checks, torch\n"), float64, ("model.train", "model.eval")]
+    old += [("batch_size=512, shuffle=True", "batch_size=12"), ("range(10)", "range(2)")]
+    old += [after(line("loss.backward"), said('checks.same_as_before("loss", loss)', "CHECKS") + "\n")]
+    old = train_minimal(0, tmp_path, *old, images=60)
     as_before = ("checks.same_gradient(model)", 'checks.same_as_before("loss", loss)')
     port = train_minimal(1, tmp_path, *changes, as_before, images=60)
     other = train_minimal(1, tmp_path, *changes, as_before, ("manual_seed(21)\n", "manual_seed(2)\n"), images=60)
