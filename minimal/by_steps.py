@@ -51,14 +51,15 @@ def main():
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # Resume. One rank reads the file, so that all ranks continue from the same one.
+    # Resume.
     steps, every = 20_000, 1000
     settings = dict(images=len(train_set), batch=batch_size * world_size, steps=steps)
-    exists = rank == 0 and os.path.exists("run.pt")
-    loaded = [torch.load("run.pt", map_location="cpu") if exists else None]
+    loaded = [None]
+    if rank == 0 and os.path.exists("run.pt"):  # one rank reads, for all
+        loaded = [torch.load("run.pt", map_location="cpu")]
     dist.broadcast_object_list(loaded, src=0)
-    done = 0  # steps
-    if state := loaded.pop():
+    state, done = loaded[0], 0  # steps that are done
+    if state:
         assert state["settings"] == settings, f"run.pt has {state['settings']}, not {settings}"
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
