@@ -3,10 +3,12 @@
 torchrun --standalone --nproc-per-node=gpu minimal/by_steps.py
 
 After every 1000 steps, it validates, saves run.pt, and keeps copies of the three newest files.
-The same command resumes from run.pt. What differs from ddp.py is the resuming and the loop.
+The same command resumes from run.pt. Start each run in a folder of its own. What differs from
+ddp.py is the resuming and the loop.
 """
 
 import glob
+import itertools
 import os
 import shutil
 
@@ -78,8 +80,8 @@ def main():
         while len(batches) < end - start:
             epoch, step = divmod(start + len(batches), len(batch_sampler))
             sampler.set_epoch(epoch)  # 5. Shuffle differently in each epoch.
-            batches += list(batch_sampler)[step:]
-        batches = batches[: end - start]
+            missing = end - start - len(batches)
+            batches += itertools.islice(batch_sampler, step, step + missing)
         model.train()
         for images, labels in DataLoader(train_set, batch_sampler=batches, num_workers=8):
             images, labels = images.to(device), labels.to(device)

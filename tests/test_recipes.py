@@ -281,7 +281,7 @@ OWN_LOSS = [(re.search(" *dist.all_reduce.tokens.*\n", LANGUAGE_MODEL)[0], ""), 
 
 # One learning rate for all numbers of processes, and the global batch of the others.
 FAST, MAX_LR = edits_of(block("fast way").replace("world_size**", "4**"))
-WARM_UP = [*edits_of(block("warm-up")), MAX_LR]
+WARM_UP = [(SGD, ADAMW), *edits_of(block("warm-up")), MAX_LR, (ADAMW, SGD)]
 assert FAST[0] in MINIMAL
 # Name: script, edits for the ordinary code of one process (None: there is none), edits for the recipe.
 SAME = {
@@ -346,7 +346,7 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
 
 def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    stop = said('if "STOP" in os.environ: break', "CHECKS")
+    stop = said('if os.environ.get("STOP") == str(epoch + 1): break', "CHECKS")
     resume = [*edits_of(block("resuming")), before("    dist.destroy_process_group()\n", f"    {stop}\n\n")]
     parts.mkdir()
     for number, (folder, env) in enumerate([(whole, {}), (parts, dict(STOP="1")), (parts, {})], 1):
@@ -428,8 +428,8 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
-    edits = edits_of(block("stopping"), block("every n steps").replace("1000", "7"))
-    edits += [("parameters(), 0.1", "parameters(), 0.0")]
+    edits = [(SGD, ADAMW), *edits_of(block("stopping"), block("every n steps").replace("1000", "7"))]
+    edits += [(ADAMW, SGD.replace("0.1", "0.0"))]
     edits += [('torch.save(model.state_dict(), "model.pt")', 'print("best")')]
     finished = train_minimal(2, tmp_path, *EXACT, *edits, epochs=9, images=60)
     assert finished.stdout.count("best") == 1
