@@ -160,7 +160,7 @@ def test_one_rank_prepares_the_data(tmp_path):
 
 
 def test_all_ranks_stop_together(tmp_path):
-    fewest, one_stops = block("fewest batches"), block("one stops")
+    fewest, one_stops = block("fewest batches"), block("one stops").replace("False  #", "stop  #")
     decision = block("decision").replace('os.path.exists("stop")', "rank == 0")
     program = f"""import itertools
 device, train_loader, trained = "cpu", [(1, 1)] * (5 - rank), 0
