@@ -110,7 +110,7 @@ def main(args):
             if step % 20 == 0:
                 value, seconds = loss.item(), time.perf_counter() - start  # .item() waits for the GPU
                 print(f"epoch {epoch} step {step}/{steps} loss {value:.4g} (rank 0) {seconds:.1f} s", flush=True)
-        epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(all_reduced(train_sums)).items()}
+        epoch_metrics = {f"train_{name}": float(v) for name, v in metrics_from(sum_of_all(train_sums)).items()}
         images_per_second = steps * args.batch_size / (time.perf_counter() - start)  # float() waited for the GPU
 
         # A safeguard, not part of DDP: if the weights have drifted apart, the run ends before it saves.
@@ -118,7 +118,7 @@ def main(args):
             causes = "was model(...) called in place of ddp_model(...)? TROUBLESHOOTING.md has other causes"
             raise SystemExit(f"after epoch {epoch}, the weights of the processes differ: {causes}")
 
-        # [DDP 6/7] Each process validates its own share of the images, and all_reduced() adds up their sums. Use
+        # [DDP 6/7] Each process validates its own share of the images, and sum_of_all() adds up their sums. Use
         # `model` here: `ddp_model` can communicate, and can hang if one process has more batches than another.
         # BatchNorm's statistics differ between the processes: take rank 0's, so that all validate what is saved.
         for buffer in model.buffers():
@@ -209,10 +209,10 @@ def validate(args, model, loader, device):
     sums = Counter()
     for batch in loader:
         sums.update(compute_loss(args, model, batch, device, training=False)[1])
-    return metrics_from(all_reduced(sums))
+    return metrics_from(sum_of_all(sums))
 
 
-def all_reduced(sums):
+def sum_of_all(sums):
     """Return the sums over all processes, in float64. A process without a batch has no sums, and adds nothing."""
     of_all = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, {name: torch.as_tensor(v).to("cpu", torch.float64) for name, v in sums.items()})
