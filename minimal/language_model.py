@@ -58,7 +58,7 @@ def main():
     train_set, val_set = load_texts("train.txt", tokenizer), load_texts("val.txt", tokenizer)
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # labels padding -100
 
-    # 3. Each rank trains on its own share, and all together use 32 texts per step.
+    # 3. Each rank trains on its own share, and all together use about 32 texts per step.
     sampler = DistributedSampler(train_set, seed=21, drop_last=True)
     batch_size = 32 // world_size
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, collate_fn=collate)

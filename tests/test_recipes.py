@@ -81,7 +81,12 @@ images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 """
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
-COUNTED = f"""{PIXELS}count = (labels != -100).sum()
+# All boxes are those of rank 0. The others have none, but a loss for the background.
+BOXES = """
+model, images, labels = nn.Conv2d(5, 4, 1), torch.randn(12, 5, 2, 3), torch.randint(3, (12, 2, 3))
+labels[6, 0] = 3
+images, labels, ddp_model = images[mine], labels[mine], DDP(model)
+count = (labels == 3).sum()
 loss = nn.functional.cross_entropy(ddp_model(images), labels, reduction="sum") / count.clamp(min=1)
 """
 statistics = block("statistics").replace("dist.all_reduce(sums)", said("sums = sum_over_all(sums)", "MODELS"))
@@ -116,7 +121,7 @@ LOSSES = {
     "Dice": (MAPS, block("Dice").replace("sum_over_all", ""), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "SimCLR": (VIEWS, block("two views").replace("gather(rows)", "rows") + block("SimCLR"), simclr),
-    "boxes": (COUNTED, "", block("detection")),
+    "boxes": (BOXES, "", block("detection")),
     "statistics": (f"{ROWS}observations = ddp_model(images)\n", edited(statistics, reduced), statistics),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
