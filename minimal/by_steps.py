@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node=gpu minimal/by_steps.py
 
 After every 1000 steps, it validates, saves run.pt, and keeps copies of the three newest files.
 The same command resumes from run.pt. Start each run in a folder of its own. What differs from
-ddp.py is the resuming and the loop.
+ddp.py: a schedule, the mean loss of all ranks, resuming, and the loop.
 """
 
 import glob
@@ -52,9 +52,12 @@ def main():
     model.maxpool = nn.Identity()  # both for small images
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    # Resume.
     steps, every = 20_000, 1000
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-3, total_steps=steps, pct_start=0.1, cycle_momentum=False
+    )
+
+    # Resume. The schedule exists already, because creating it changes the learning rate.
     settings = dict(images=len(train_set), batch=batch_size * world_size, steps=steps)
     loaded = [None]
     if rank == 0 and os.path.exists("run.pt"):  # one rank reads, for all
@@ -65,6 +68,7 @@ def main():
         assert state["settings"] == settings, f"run.pt has {state['settings']}, not {settings}"
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
         done = state["done"]
 
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
@@ -83,12 +87,15 @@ def main():
             missing = end - start - len(batches)
             batches += itertools.islice(batch_sampler, step, step + missing)
         model.train()
+        loss_sum = torch.zeros((), device=device)
         for images, labels in DataLoader(train_set, batch_sampler=batches, num_workers=8):
             images, labels = images.to(device), labels.to(device)
             loss = nn.functional.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            scheduler.step()
+            loss_sum += loss.detach()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
         # 6. Each rank validates its share, with `model`: `ddp_model` can hang if one rank has
@@ -101,11 +108,15 @@ def main():
             for images, labels in val_loader:
                 correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
         dist.all_reduce(correct)  # the sum over all processes
+        dist.all_reduce(loss_sum)
 
         # 7. Only rank 0 prints and saves. Otherwise, all ranks would write the same file.
         if rank == 0:
-            print(f"step {end} accuracy {correct.item() / len(val_set):.4f}")
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+            loss = loss_sum.item() / (end - start) / world_size  # the mean over all batches
+            accuracy = correct.item() / len(val_set)
+            print(f"step {end} loss {loss:.4f} accuracy {accuracy:.4f}")
+            state = dict(model=model, optimizer=optimizer, scheduler=scheduler)
+            state = {name: part.state_dict() for name, part in state.items()}
             torch.save(dict(state, settings=settings, done=end), "run.pt.tmp")
             os.replace("run.pt.tmp", "run.pt")  # a run that is killed here keeps the old file
             shutil.copy("run.pt", f"step-{end}.pt")

@@ -98,6 +98,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 def in_group(nproc, folder, code):
     """Run code in `nproc` processes that gloo connects; return what it printed. It must not fail."""
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "minimal" / "helpers.py", folder)
     (folder / "program.py").write_text(f"{GROUP}{code}\ndist.destroy_process_group()\n")
     finished = in_processes(nproc, folder, "program.py")
     assert finished.returncode == 0, finished.stdout

@@ -23,9 +23,13 @@ def test_the_other_scripts_have_the_steps_of_the_port(name):
         assert lines in text
 
 
-@pytest.mark.parametrize("nproc", [0, 1, 2, 3])
-def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(nproc, tmp_path):
-    finished = train_minimal(nproc, tmp_path)
+EMA = edits_of(block("EMA").replace("0.999", "0.95"))
+EMA += [after(line("loss.backward"), "model[2].running_mean += rank\n")]  # statistics that differ between ranks
+
+
+@pytest.mark.parametrize("nproc, edits", [(0, []), (1, []), (2, []), (3, []), (3, EMA)])
+def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(nproc, edits, tmp_path):
+    finished = train_minimal(nproc, tmp_path, *edits)
     assert finished.returncode == 0
     printed = [float(accuracy) for accuracy in re.findall(r"epoch \d accuracy (\S+)", finished.stdout)]
     assert len(printed) == 4 and printed[-1] > 0.3  # four epochs, each printed once
