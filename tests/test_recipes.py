@@ -1,4 +1,4 @@
-"""RECIPES.md, MODELS.md, SCRIPTS.md: each block runs in a script of ours, in minimal/ddp.py, or in a small program."""
+"""RECIPES.md, MODELS.md, SCRIPTS.md: each block runs in one of our scripts, a script of minimal/, or a small program."""
 
 import ast
 import os
