@@ -1,4 +1,4 @@
-"""RECIPES.md, MODELS.md, SCRIPTS.md: each block runs in one of our scripts, a script of minimal/, or a small program."""
+"""The pages with recipes: each block runs in one of our scripts, in one of minimal/, or in a small program."""
 
 import ast
 import os
