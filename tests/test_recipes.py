@@ -21,7 +21,7 @@ import common
 # The scripts that each diff fits.
 FITS = dict.fromkeys(["our weights", "our buckets"], SCRIPTS[1:])
 FITS |= dict.fromkeys(["our accumulation"], SCRIPTS[1:3])
-FITS |= {"our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
+FITS |= {"our schedule": SCRIPTS[:3], "our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
 
 
 def functions(*codes):
@@ -106,7 +106,7 @@ targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 LOSSES = {
     "class weights, gathered": (PIXELS, WEIGHTED, block("gathered")),
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
-    "Dice": (MAPS, block("Dice").replace("sum_over_all", ""), block("Dice")),
+    "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
@@ -151,10 +151,9 @@ WEIGHTS = "torch.arange(1, 11).double()"
 weighted_diff = edits_of(block("our weights").replace("torch.ones(10, device=device)", WEIGHTS))
 OUR_WEIGHTS = [OURS_LABELLED, *weighted_diff]
 ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), labels, {WEIGHTS})")
-OUR_SAMPLING = [functions("from helpers import WeightedSampler"), at(OUR_SAMPLER, block("weighted sampler"))]
+OUR_SAMPLING = [at(OUR_SAMPLER, block("weighted sampler"))]
 ORDER = "torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).tolist()"
 OF_STREAM = [
-    functions("from helpers import Stream"),
     at(SAMPLER, f"items = train_set\nread = lambda epoch: (items[i] for i in {ORDER})\n"),
     at(line("train_loader = Data"), block("stream").replace("50_000", "60")),
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch", "MODELS")),
@@ -198,14 +197,14 @@ class Net(nn.Module):
 def build_model(args):
     return Net().double()
 """
-collate, use_of_buckets = block("buckets").split("\n\n")
+import_buckets, collate, use_of_buckets = block("buckets").split("\n\n")
 mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]", "MODELS") + "\n"
 BATCH = said("words, lengths, labels = (tensor.to(device) for tensor in batch)", "SCRIPTS")
 BATCH = f"{BATCH}\nimages = torch.zeros(1)  # not used\n"
 # Our script trains with texts in buckets, and masks the padding.
 WITH_TEXTS = [
     *edits_of(block("our buckets")),
-    functions("from helpers import Buckets", collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
+    functions(import_buckets, collate, TEXT_DATA.format("(words, len(words) % 10)"), TEXT_MODEL),
     at(line(r"tensor.to\(device", text=LAUNCH), BATCH, mask),
     ("outputs = model(images)", "outputs = model(words, mask)"),
 ]
@@ -415,7 +414,8 @@ def test_steps_are_timed_with_the_loader_and_on_one_batch(tmp_path):
 
 
 def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
-    copy_script(tmp_path, "ddp_launch_train", *edits_of(block("our stopping")), *FLOAT64)
+    edits = edits_of(block("our stopping"), block("our schedule"))
+    copy_script(tmp_path, "ddp_launch_train", *edits, *FLOAT64)
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
@@ -433,7 +433,7 @@ def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_sim
     lengths, labels = torch.arange(500, 289, -1).tolist(), torch.tensor([0] * 900 + [1] * 100 + [2])
     scope = vars(torch.utils.data) | dict(torch=torch, train_set=[(None, label) for label in labels])
     of_one = ("(weights, seed", "(weights, 1, 0, seed"), ("(lengths, seed", "(lengths, 1, 0, seed")  # process
-    exec(edited(HELPERS, *of_one) + block("weighted sampler"), scope)
+    exec(edited(HELPERS, *of_one) + block("weighted sampler").split("\n\n")[1], scope)
     sampler, buckets = scope["sampler"], scope["Buckets"](lengths, 24, 21)
     scope |= dict(nn=torch.nn, world_size=1, train_set=[(torch.ones(n), n) for n in lengths])
     exec(collate + "\n\n" + use_of_buckets.replace("512", "24").replace("=8", "=0"), scope)
@@ -449,8 +449,7 @@ def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_sim
 
 def test_a_stream_with_workers_yields_no_item_twice_and_equally_many_on_all_ranks(tmp_path):
     loader = edited(block("stream"), ("50_000", "71"), ("=8", "=2, multiprocessing_context='fork'"))
-    program = f"""from helpers import Stream
-from torch.utils.data import DataLoader
+    program = f"""from torch.utils.data import DataLoader
 read, batch_size = lambda epoch: iter(range(100 * epoch, 100 * epoch + 71)), 6
 {loader}"""
     program += """
