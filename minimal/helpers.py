@@ -75,7 +75,8 @@ class Buckets(DistributedSampler):
     def __init__(self, lengths, batch_size, seed):
         super().__init__(lengths, seed=seed)
         self.lengths, self.batch_size = torch.tensor(lengths), batch_size
-        assert batch_size % self.num_replicas == 0
+        ranks = self.num_replicas
+        assert batch_size % ranks == 0, f"{batch_size} items cannot be shared by {ranks} ranks"
 
     def __len__(self):
         return len(self.lengths) // self.batch_size
