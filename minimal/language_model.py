@@ -18,18 +18,19 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithPadding
 
 
 def load_texts(file, tokenizer):
     """Return a list of dicts, which have the tokens of a text."""
     texts = [text for text in Path(file).read_text().split("\n") if text]
-    return [tokenizer(text, truncation=True) for text in texts]
+    return [tokenizer(text + tokenizer.eos_token, truncation=True) for text in texts]
 
 
 def summed_loss(model, batch):
     """Return the sum of the losses of a batch's tokens, and the number of these tokens."""
-    labels = batch.pop("labels")[:, 1:]  # the label of a token is the next token
+    labels = batch["input_ids"].where(batch["attention_mask"] == 1, -100)  # ignores padding
+    labels = labels[:, 1:]  # the label of a token is the next token
     with torch.autocast("cuda", torch.bfloat16):
         logits = model(**batch).logits[:, :-1]
     loss = nn.functional.cross_entropy(logits.mT.float(), labels, reduction="sum")
@@ -51,12 +52,12 @@ def main():
     with FileLock("hub.lock"):  # one process downloads while the others wait
         tokenizer = AutoTokenizer.from_pretrained("openai-community/gpt2")
         model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2")
-    tokenizer.pad_token = tokenizer.eos_token  # GPT-2 has no pad token
+    tokenizer.pad_token = tokenizer.eos_token  # GPT-2 has none for padding; see summed_loss
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)  # created after the adapters
 
     train_set, val_set = load_texts("train.txt", tokenizer), load_texts("val.txt", tokenizer)
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # labels padding -100
+    collate = DataCollatorWithPadding(tokenizer)  # pads to the longest text of the batch
 
     # 3. Each rank trains on its own share, and all together use about 32 texts per step.
     sampler = DistributedSampler(train_set, seed=21, drop_last=True)

@@ -214,7 +214,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 class LanguageModel(nn.Sequential):
-    def forward(self, input_ids):
+    def forward(self, input_ids, attention_mask):
         return SimpleNamespace(logits=super().forward(input_ids))
     def save_pretrained(self, folder):
         torch.save(self.state_dict(), f"{folder}.pt")
@@ -223,21 +223,23 @@ class BatchEncoding(dict):
         return self
 def tokenizer(text, truncation):
     return dict(input_ids=torch.tensor([int(letter) for letter in text]))
-tokenizer.eos_token = "</s>"
-def DataCollatorForLanguageModeling(tokenizer, mlm):
-    pad = lambda items, value: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True, value)
-    return lambda items: BatchEncoding(input_ids=pad(items, 0), labels=pad(items, -100))
+tokenizer.eos_token = "0"
 AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
 layers = lambda: (nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 9))
 AutoModelForCausalLM = SimpleNamespace(from_pretrained=lambda name: LanguageModel(*layers()))
 LoraConfig = dict
 get_peft_model = lambda model, config: (model[0].requires_grad_(False), model)[1]
 def DataCollatorWithPadding(tokenizer):
-    pad = lambda items: nn.utils.rnn.pad_sequence([item["input_ids"] for item in items], True)
-    labels = lambda items: torch.tensor([item["labels"] for item in items])
-    return lambda items: BatchEncoding(input_ids=pad(items), labels=labels(items))
+    def collate(items):
+        pad = lambda rows: nn.utils.rnn.pad_sequence(list(rows), True)
+        batch = BatchEncoding(input_ids=pad(item["input_ids"] for item in items))
+        batch["attention_mask"] = pad(torch.ones_like(item["input_ids"]) for item in items)
+        if "labels" in items[0]:
+            batch["labels"] = torch.tensor([item["labels"] for item in items])
+        return batch
+    return collate
 class Classifier(LanguageModel):
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids, attention_mask, labels):
         logits = self[1](self[0](input_ids).sum(1))
         return SimpleNamespace(logits=logits, loss=nn.functional.cross_entropy(logits, labels))
 def classifier(name, num_labels):
