@@ -80,6 +80,16 @@ images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 """
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
+# All boxes are those of rank 0. The others have none, but a loss for the background.
+BOXES = """
+model, images, labels = nn.Conv2d(5, 4, 1), torch.randn(12, 5, 2, 3), torch.randint(3, (12, 2, 3))
+labels[6, 0] = 3
+images, labels, ddp_model = images[mine], labels[mine], DDP(model)
+count = (labels == 3).sum()
+loss = nn.functional.cross_entropy(ddp_model(images), labels, reduction="sum") / count.clamp(min=1)
+"""
+corrected = said("loss = world_size * loss * count.clamp(min=1) / total.clamp(min=1)", "MODELS")
+boxes = said("total = count.clone()", "MODELS") + f"\ndist.all_reduce(total)\n{corrected}"
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
 # Four texts for each rank but the last, which has the others.
 TEXTS = """
@@ -107,6 +117,7 @@ LOSSES = {
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
+    "boxes": (BOXES, "", boxes),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
@@ -171,6 +182,7 @@ FIND_UNUSED, UNFREEZE = edits_of(block("unfreezing").replace("conv1", "get_submo
 wrap_again = block("wrapping again").replace("conv1", "get_submodule('1')").replace("= 2", "= 1")
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), UNFREEZE]
+[by_hand] = re.findall("```python\n(for weight in .*?)```", (ROOT / "README.md").read_text(), re.S)
 TEN_STEPS = [("steps, every = 20_000, 1000", "steps, every = 10, 3"), ("pct_start=0.1", "pct_start=0.3")]
 OF_EMA = [(SGD, ADAMW), *edits_of(block("EMA")), (ADAMW, SGD)]
 
@@ -278,6 +290,7 @@ IN_TEN_STEPS = [(SGD, ADAMW), *edits_of(ten_steps), (ADAMW, SGD)]
 SAME = {
     "class weights": ("ddp_launch_train", ours_ordinary, OUR_WEIGHTS),
     "weighted sampling": ("ddp_launch_train", None, OUR_SAMPLING),
+    "without DDP": ("minimal", [], [at(WRAPPED, "ddp_model = model\n"), after(line("loss.backward"), by_hand)]),
     "warm-up": ("minimal", None, WARM_UP),
     "IterableDataset": ("minimal", None, OF_STREAM),
     "steps": ("by_steps", IN_TEN_STEPS, [*EXACT, *TEN_STEPS]),  # as by ddp.py in two epochs of five steps
@@ -293,7 +306,8 @@ SAME = {
     "language model": ("language_model", [*OF_LANGUAGE_MODEL, *OWN_LOSS], OF_LANGUAGE_MODEL),
     "text classifier": ("text_classifier", None, OF_CLASSIFIER),
 }
-RIGHT_ON_TWO = ["steps", "bfloat16", "parts of batches", "parts of our batches", "GradScaler"]  # also ordinary
+# Also the ordinary code.
+RIGHT_ON_TWO = ["without DDP", "steps", "bfloat16", "parts of batches", "parts of our batches", "GradScaler"]
 
 
 def train_on(nproc, folder, script, edits, epochs=2):
@@ -327,11 +341,19 @@ def test_1_2_and_3_processes_end_with_the_same_weights(name, tmp_path):
     for nproc in 1, 2, 3:
         finished, weights = train_on(nproc, tmp_path / "run", script, recipe)
         assert equal(weights, expected), nproc
-        printed.add(tuple(re.findall(r"epoch \d (?:accuracy|loss) .*", finished.stdout)))
-    assert len(printed) == 1  # so the validation does not depend on the number of processes, either
+        lines = re.findall(r"(?:epoch|step) \d+ (?:train_loss|loss|accuracy) .*", finished.stdout)
+        printed.add(tuple(line.partition(" images_per_second")[0] for line in lines))
+    assert len(printed) == 1 and () not in printed  # so metrics do not depend on the number of processes, either
     if ordinary is not None and name not in RIGHT_ON_TWO:
         _, weights = train_on(2, tmp_path / "run", script, ordinary)
         assert weights is None or not equal(weights, expected)  # so the recipe is needed
+
+
+def test_the_language_model_learns_where_texts_end(tmp_path):
+    say = after(line(r"all_reduce\(sums", text=LANGUAGE_MODEL), "print('TOKENS', int(sums[1]))\n")
+    finished, _ = train_on(1, tmp_path, "language_model", [*OF_LANGUAGE_MODEL, say])
+    count = sum(8 - i % 7 for i in range(60))  # each token but the first, and one at the end
+    assert finished.stdout.count(f"TOKENS {count}\n") == 3
 
 
 def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
@@ -384,6 +406,13 @@ def test_a_weighted_loss_is_that_of_all_images(nproc, tmp_path):
     assert metrics["val_accuracy"] == pytest.approx((scores.argmax(1) == labels[known]).double().mean().item())
 
 
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_gathered_rows_are_in_the_order_of_the_dataset(nproc, tmp_path):
+    own = "torch.arange(8)[rank::world_size]"
+    program = f"from helpers import gather_rows\nprint(f'{{[*map(int, gather_rows({own}))]}}\\n', end='')"
+    assert in_group(nproc, tmp_path, program) == f"{[*range(8)]}\n" * nproc
+
+
 def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
     edits = edits_of(block("metrics"), block("logging"))
     edits += [("wandb.log(dict(", "wandb.log(dict(f1=f1.item(), auc=auc.item(), ")]
@@ -433,7 +462,10 @@ def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_sim
     assert all(270 < count < 400 for count in labels[first[0]].bincount()) and [*sampler] != first[0]
     assert len(buckets) == 8 and len(set(sum(buckets, []))) == 192 and [*buckets] != first[1]
     assert all(max(batch) - min(batch) < 140 for batch in buckets)  # 24, 19 that are left out, and the noise
-    assert not {frozenset(batch) for batch in buckets} & {frozenset(batch) for batch in first[1]}
+    full = scope["Buckets"](lengths[:192], 24, 21)  # leaves nothing out
+    first = {frozenset(batch) for batch in full}
+    full.set_epoch(1)
+    assert not first & {frozenset(batch) for batch in full}  # other batches in each epoch, because of the noise
 
 
 def test_a_stream_with_workers_yields_no_item_twice_and_equally_many_on_all_ranks(tmp_path):
