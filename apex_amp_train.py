@@ -193,7 +193,7 @@ def load_data(args):
 
     An image is uint8 (height, width, 3), or float (3, height, width) as the dataset has prepared it. If there are
     masks, use floats: compute_loss() augments the image alone. Other items are for `collate` and compute_loss().
-    For batches of similar lengths, see MODELS.md. Open files in __getitem__, since forked workers share positions.
+    For batches of similar lengths, see RECIPES.md. Open files in __getitem__: forked workers share positions.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 
@@ -225,7 +225,7 @@ def compute_loss(args, model, batch, device, training):
     A sum is a number or a detached tensor of any shape, such as a confusion matrix, best left on the GPU.
     DDP averages the gradients of the processes' mean losses. That is right if all have equally many labels of
     equal weight. If not (class weights, ignored labels, padding), or if the loss compares images with each other,
-    see MODELS.md. --clip-grad clips by the norm of the averaged gradient, which is the same in all processes.
+    see RECIPES.md. --clip-grad clips by the norm of the averaged gradient, which is the same in all processes.
     """
     images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
     images = common.prepare(images, args.image_size, args.pretrained, augment=training)  # labels stay as they are

@@ -116,7 +116,7 @@ def load_data(args):
 
     An image is uint8 (height, width, 3), or float (3, height, width) as the dataset has prepared it. If there are
     masks, use floats: compute_loss() augments the image alone. Other items are for `collate` and compute_loss().
-    For batches of similar lengths, see MODELS.md. Open files in __getitem__, since forked workers share positions.
+    For batches of similar lengths, see RECIPES.md. Open files in __getitem__: forked workers share positions.
     """
     return common.load_cifar10(args.data_dir, args.synthetic)
 

@@ -59,17 +59,15 @@ def main():
 
     # Resume. The schedule exists already, because creating it changes the learning rate.
     settings = dict(images=len(train_set), batch=batch_size * world_size, steps=steps)
-    loaded = [None]
-    if rank == 0 and os.path.exists("run.pt"):  # one rank reads, for all
-        loaded = [torch.load("run.pt", map_location="cpu")]
-    dist.broadcast_object_list(loaded, src=0)
-    state, done = loaded[0], 0  # steps that are done
-    if state:
+    done = 0  # steps that are done
+    if os.path.exists("run.pt"):
+        state = torch.load("run.pt", map_location="cpu")
         assert state["settings"] == settings, f"run.pt has {state['settings']}, not {settings}"
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         done = state["done"]
+    checks.same_on_all_ranks(dict(done=done))  # raises an error if a machine lacks the file
 
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.

@@ -1,8 +1,8 @@
-"""What the recipes import: copy this file beside your script.
+"""What RECIPES.md imports: copy this file beside your script.
 
-gather_rows is for metrics (RECIPES.md), gather and sum_over_all are for losses, and the classes
-are for data (MODELS.md). All ranks must call a function equally often and in the same order,
-because each call waits for all ranks.
+gather_rows is for metrics, gather and sum_over_all are for losses, and the classes are for data.
+All ranks must call a function equally often and in the same order, because each call waits for
+all ranks.
 """
 
 import itertools

@@ -50,3 +50,12 @@ def said(code, page="RECIPES"):
     """Return code that stands in a sentence of a page."""
     assert f"`{code}`" in (ROOT / f"{page}.md").read_text().replace("\n", " "), code
     return code
+
+
+EMA = [  # edits of minimal/ddp.py
+    after("from torch import nn\n", "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"),
+    after(line("optimizer = "), block("EMA")),
+    after(line("optimizer.step"), said("ema.update_parameters(model)") + "\n"),
+    ("for buffer in model.buffers():", said("for buffer in [*model.buffers(), *ema.module.buffers()]:")),
+    *[(old, old.replace("model", "ema.module")) for old in ("model.eval", "(model(images.to", "save(model.")],
+]
