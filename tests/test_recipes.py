@@ -18,7 +18,7 @@ from pages import EMA, LANGUAGE_MODEL, LAUNCH, after, at, before, block, edits_o
 import common
 
 # The scripts that each diff fits.
-FITS = {"our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
+FITS = {"our weights": SCRIPTS[1:], "our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
 
 
 def functions(*codes):
@@ -105,11 +105,6 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-sums_of_ctc = f"""losses = nn.functional.ctc_loss(log_probs, targets, frames, tokens, reduction="none")
-total = torch.tensor(len(losses))
-dist.all_reduce(total)
-loss = world_size * ({said("losses / tokens.clamp(min=1)")}).sum() / total
-"""
 two_views = f"""outputs = nn.functional.normalize(ddp_model(torch.cat([view_1, view_2])))
 {said("first, second = (gather(rows) for rows in outputs.chunk(2))")}
 loss = nn.functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
@@ -125,7 +120,7 @@ LOSSES = {
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, two_views.replace("gather(rows)", "rows"), two_views),
     "boxes": (BOXES, "", boxes),
-    "CTC": (TEXTS, CTC, sums_of_ctc),
+    "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
 
@@ -165,21 +160,8 @@ LOSS_AND_STEP = dedent(LOSS + STEP)
 # The labels 0 to 3 are ignored, and the others have different weights.
 OURS_LABELLED = after(line(r"tensor.to\(device", text=LAUNCH), "labels = labels.where(labels > 3, -100)\n")
 WEIGHTS = "torch.arange(1, 11).double()"
+OUR_WEIGHTS = [OURS_LABELLED, *edits_of(block("our weights").replace("torch.ones(10, device=device)", WEIGHTS))]
 ours_ordinary = OURS_LABELLED, ("outputs.float(), labels)", f"outputs.float(), labels, {WEIGHTS})")
-OUR_WEIGHTS = [
-    OURS_LABELLED,
-    ("outputs.float(), labels)", f"outputs.float(), labels, {WEIGHTS}, reduction='sum')"),
-    at(line("return loss, dict", text=LAUNCH), f"""known = labels > 3
-weight = {WEIGHTS}[labels[known]].sum()
-sums = dict(loss=loss.detach(), weight=weight, correct=correct, images=known.sum())
-if training:
-    total = weight.clone()
-    dist.all_reduce(total)
-    loss = dist.get_world_size() * loss / total
-return loss, sums
-"""),
-    ('sums["loss"] / sums["images"]', 'sums["loss"] / sums["weight"]'),
-]
 OUR_SAMPLING = [at(OUR_SAMPLER, block("weighted sampler"))]
 ORDER = "torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).tolist()"
 OF_STREAM = [
