@@ -77,6 +77,7 @@ labels[:2] = labels[torch.rand(labels.shape) < 0.3] = -100
 images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 """
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
+gathered = [("ddp_model(images)", "gather(ddp_model(images))"), ("labels", "gather(labels)")]
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
 # All boxes are those of rank 0. The others have none, but a loss for the background.
 BOXES = """
@@ -105,20 +106,16 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-two_views = f"""outputs = nn.functional.normalize(ddp_model(torch.cat([view_1, view_2])))
-{said("first, second = (gather(rows) for rows in outputs.chunk(2))")}
-loss = nn.functional.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
-"""
 weighted_mean = block("weighted mean").replace('="sum"', '="sum", label_smoothing=0.1')
 MAPS = f"""{PIXELS}probabilities = ddp_model(images).softmax(1)
 targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 """
 # Name: what stands before both, the ordinary code for one process, the recipe.
 LOSSES = {
-    "class weights, gathered": (PIXELS, WEIGHTED, block("gathered")),
+    "class weights, gathered": (PIXELS, WEIGHTED, edited(WEIGHTED, *gathered)),
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
-    "two views": (VIEWS, two_views.replace("gather(rows)", "rows"), two_views),
+    "two views": (VIEWS, block("two views").replace("gather(rows)", "rows"), block("two views")),
     "boxes": (BOXES, "", boxes),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
@@ -177,6 +174,9 @@ bfloat16 = block("bfloat16").replace('"cuda", torch.bfloat16', '"cpu", enabled=F
 # Both unfreeze the first layer in the second epoch.
 FIND_UNUSED = ("DDP(model)", said("DDP(model, find_unused_parameters=True)"))
 UNFREEZE = after(SET_EPOCH, "model[1].requires_grad_(epoch >= 1)\n")
+scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
+scaled_step = scaled_step.replace("outputs.float()", "outputs")
+CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
 wrap_again = block("wrapping again").replace("conv1", "get_submodule('1')").replace("= 2", "= 1")
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), UNFREEZE]
@@ -298,12 +298,13 @@ SAME = {
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
     "EMA": ("minimal", None, OF_EMA),
     "bfloat16": ("minimal", [], [at(LOSS, bfloat16)]),
+    "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "language model": ("language_model", [*OF_LANGUAGE_MODEL, *OWN_LOSS], OF_LANGUAGE_MODEL),
     "text classifier": ("text_classifier", None, OF_CLASSIFIER),
 }
 # Also the ordinary code.
-RIGHT_ON_TWO = ["without DDP", "steps", "bfloat16", "parts of batches"]
+RIGHT_ON_TWO = ["without DDP", "steps", "bfloat16", "parts of batches", "GradScaler"]
 
 
 def train_on(nproc, folder, script, edits, epochs=2):
@@ -414,9 +415,8 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
-    every = said("step += 1") + "\n" + edited(block("every n steps"), ("1000", "7"))
-    edits = [(SGD, ADAMW), *edits_of(block("stopping")), (ADAMW, SGD.replace("0.1", "0.0") + "    step = 0\n")]
-    edits += [after(line("optimizer.step"), every)]
+    edits = [(SGD, ADAMW), *edits_of(block("stopping"), block("every n steps").replace("1000", "7"))]
+    edits += [(ADAMW, SGD.replace("0.1", "0.0"))]
     edits += [('torch.save(model.state_dict(), "model.pt")', 'print("best")')]
     finished = train_minimal(2, tmp_path, *EXACT, *edits, epochs=9, images=60)
     assert finished.stdout.count("best") == 1
