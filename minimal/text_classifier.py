@@ -84,6 +84,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch} accuracy {correct.item() / len(val_set):.4f}")
             model.save_pretrained("classifier")
+            tokenizer.save_pretrained("classifier")
 
     dist.destroy_process_group()
 

@@ -53,7 +53,6 @@ def said(code, page="RECIPES"):
 
 
 EMA = [  # edits of minimal/ddp.py
-    after("from torch import nn\n", "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"),
     after(line("optimizer = "), block("EMA")),
     after(line("optimizer.step"), said("ema.update_parameters(model)") + "\n"),
     ("for buffer in model.buffers():", said("for buffer in [*model.buffers(), *ema.module.buffers()]:")),

@@ -233,7 +233,7 @@ class BatchEncoding(dict):
         return self
 def tokenizer(text, truncation):
     return dict(input_ids=torch.tensor([int(letter) for letter in text]))
-tokenizer.eos_token = "0"
+tokenizer.eos_token, tokenizer.save_pretrained = "0", lambda folder: None
 AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
 layers = lambda: (nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 9))
 AutoModelForCausalLM = SimpleNamespace(from_pretrained=lambda name: LanguageModel(*layers()))
