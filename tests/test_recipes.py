@@ -365,6 +365,10 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it
     commands = block("check a resume").replace("python", sys.executable)
     commands = "torchrun() { cp $((++runs)) run.pt; }\n" + commands
     assert "checks: the files are the same" in run(["bash", "-c", commands], cwd=parts).stdout
+    (parts / "empty").mkdir()
+    lacks_it = after(line("world_size = int"), "os.chdir('empty' if rank else '.')\n")  # on another machine
+    finished = train_minimal(2, parts, *resume, *EXACT, lacks_it, epochs=4, images=60)
+    assert finished.returncode != 0 and """in 'done', "done": 0 but "done": """ in finished.stdout
     finished = train_minimal(3, parts, *resume, *EXACT, images=48)
     assert finished.returncode != 0 and "the file has {'images': 60, 'batch': 12, 'steps': 5," in finished.stdout
 
