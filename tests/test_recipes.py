@@ -419,7 +419,7 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     first, again = (train(tmp_path, 2, "--lr", "1e-9", "--epochs", "9") for _ in range(2))
     assert first.stdout.count(" train_loss ") == 6 and " train_loss " not in again.stdout
     assert result(first) == result(again)
-    edits = [(SGD, ADAMW), *edits_of(block("stopping"), block("every n steps").replace("1000", "7"))]
+    edits = [(SGD, ADAMW), *edits_of(block("stopping"), block("every n steps").replace("200", "7"))]
     edits += [(ADAMW, SGD.replace("0.1", "0.0"))]
     edits += [('torch.save(model.state_dict(), "model.pt")', 'print("best")')]
     finished = train_minimal(2, tmp_path, *EXACT, *edits, epochs=9, images=60)
