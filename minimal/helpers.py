@@ -44,7 +44,8 @@ def sum_over_all(value):
 
 def gather(rows):
     """Return the rows of all ranks as one tensor, rank by rank, with gradients as above.
-    All ranks must have equally many rows. This sends about twice as many numbers as an all-gather would.
+    All ranks must have equally many rows. This sends about twice as many numbers as an all-gather
+    would.
     """
     of_all = rows.new_zeros(dist.get_world_size(), *rows.shape)
     of_all[dist.get_rank()] = rows  # zeros elsewhere, so the sum joins all rows
