@@ -1,8 +1,8 @@
 """What RECIPES.md imports: copy this file beside your script.
 
-gather_rows is for metrics, gather and sum_over_all are for losses, and the classes are for data.
-All ranks must call a function equally often and in the same order, because each call waits for
-all ranks.
+gather_rows is for metrics, gather and sum_over_all are for losses, and the classes are for
+data. All ranks must call a function equally often and in the same order, because each call
+waits for all ranks.
 """
 
 import itertools
@@ -44,8 +44,7 @@ def sum_over_all(value):
 
 def gather(rows):
     """Return the rows of all ranks as one tensor, rank by rank, with gradients as above.
-    All ranks must have equally many rows. This sends about twice as many numbers as an all-gather
-    would.
+    All ranks must have equally many rows. This sends about twice as many numbers as necessary.
     """
     of_all = rows.new_zeros(dist.get_world_size(), *rows.shape)
     of_all[dist.get_rank()] = rows  # zeros elsewhere, so the sum joins all rows
