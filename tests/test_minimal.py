@@ -25,9 +25,10 @@ def test_the_other_scripts_have_the_steps_of_the_port(name):
 
 AVERAGED = [(old, new.replace("0.999", "0.95")) for old, new in EMA]
 AVERAGED += [after(line("loss.backward"), "model[2].running_mean += rank\n")]  # differs between ranks
+NO_BROADCAST = [after(line("= DDP"), said("ddp_model.broadcast_buffers = False", "README") + "\n")]
 
 
-@pytest.mark.parametrize("nproc, edits", [(0, []), (1, []), (2, []), (3, []), (3, AVERAGED)])
+@pytest.mark.parametrize("nproc, edits", [(0, []), (1, []), (2, []), (3, []), (3, AVERAGED), (2, NO_BROADCAST)])
 def test_the_programs_learn_and_print_the_accuracy_of_the_model_that_they_save(nproc, edits, tmp_path):
     finished = train_minimal(nproc, tmp_path, *edits)
     assert finished.returncode == 0

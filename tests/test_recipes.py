@@ -388,6 +388,24 @@ def test_a_loop_by_steps_resumes_within_an_epoch_also_with_workers(tmp_path):
         assert equal(weights_of(tmp_path / "parts"), expected)
 
 
+def images_and_labels():
+    """Return the validation images of our scripts with SMALL, as the model sees them, and their labels."""
+    images, labels = zip(*common.load_cifar10(None, 61)[1])
+    return common.prepare(torch.stack(images), 4), torch.tensor(labels)
+
+
+def test_a_weighted_loss_is_that_of_all_images(tmp_path):
+    metrics = result(train(copy_script(tmp_path, "ddp_launch_train", *OUR_WEIGHTS, *FLOAT64), 2))
+    model = eval(FLOAT64[0][1], vars(torch))
+    model.load_state_dict(torch.load(tmp_path / "run.pt")["model"])
+    images, labels = images_and_labels()
+    known = labels > 3
+    scores = model(images.double())[known]
+    loss = torch.nn.functional.cross_entropy(scores, labels[known], torch.arange(1, 11).double())
+    assert metrics["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["val_accuracy"] == pytest.approx((scores.argmax(1) == labels[known]).double().mean().item())
+
+
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_gathered_rows_are_in_the_order_of_the_dataset(nproc, tmp_path):
     own = "torch.arange(8)[rank::world_size]"
