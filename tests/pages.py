@@ -52,9 +52,4 @@ def said(code, page="RECIPES"):
     return code
 
 
-EMA = [  # edits of minimal/ddp.py
-    after(line("optimizer = "), block("EMA")),
-    after(line("optimizer.step"), said("ema.update_parameters(model)") + "\n"),
-    ("for buffer in model.buffers():", said("for buffer in [*model.buffers(), *ema.module.buffers()]:")),
-    *[(old, old.replace("model", "ema.module")) for old in ("model.eval", "(model(images.to", "save(model.")],
-]
+EMA = edits_of(block("EMA"))  # of minimal/ddp.py
