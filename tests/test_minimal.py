@@ -24,7 +24,7 @@ def test_the_other_scripts_have_the_steps_of_the_port(name):
 
 
 UNLIKE = after(line("loss.backward"), "model[2].running_mean += rank\n")  # statistics that differ between ranks
-AVERAGED = [UNLIKE, *[(old, new.replace("0.999", "0.95")) for old, new in EMA]]
+AVERAGED = [UNLIKE, *[(old, new.replace("0.99", "0.95")) for old, new in EMA]]
 NO_BUFFERS = said("ddp_model.broadcast_buffers = False", "TROUBLESHOOTING") + "\n"
 NO_BROADCAST = [UNLIKE, after(line("= DDP"), NO_BUFFERS)]
 
