@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import GROUP, in_processes
 from editing import ROOT, edited
-from pages import block
+from pages import block, pieces
 
 START = """
 import checks
@@ -93,14 +93,14 @@ loader = DataLoader(data, 12 // world_size, sampler=sampler)
 generator = nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Tanh(), nn.Linear(8, 6))
 discriminator = nn.Linear(6, 1)
 optimizer, optimizer_d = (torch.optim.Adam(model.parameters(), 0.01) for model in (generator, discriminator))
-ddp_generator, ddp_discriminator = DDP(generator), DDP(discriminator)
+""" + pieces("GAN")[0] + """
 seed_each_rank()
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch in checks.each_image_once(loader, epoch, allow=["repeats", "left out"]):
         images = batch["image"]
 """ + indent(edited(
-    block("GAN").replace("torch.randn(len(images), 64, device=device)", "images.flip(1)"),
+    "".join(pieces("GAN")[1:]).replace("torch.randn(len(images), 64, device=device)", "images.flip(1)"),
     ("optimizer_d.step()", "checks.same_gradient(discriminator, 'gradient of D')\noptimizer_d.step()"),
     ("optimizer.step()", "checks.same_gradient(generator)\noptimizer.step()"),
 ), " " * 8) + """
