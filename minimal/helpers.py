@@ -19,7 +19,10 @@ def gather_rows(rows):
     """
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, rows)  # rank r has the images r, r + N, r + 2 N and so on
-    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+    rows, lengths = range(sum(map(len, shares))), [*map(len, shares)]
+    if lengths != [len(rows[rank :: len(shares)]) for rank in range(len(shares))]:
+        raise ValueError(f"the ranks have {lengths} rows, so these are not one for each image")
+    return [shares[i % len(shares)][i // len(shares)] for i in rows]
 
 
 class SumOverAll(torch.autograd.Function):

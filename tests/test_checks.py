@@ -156,7 +156,7 @@ def recorded(tmp_path_factory):
 def test_right_ports_pass(nproc, recorded):
     ends, output = ends_of(recorded, nproc, RIGHT)
     assert ends == dict.fromkeys(PORTS, "well")
-    assert output.count(": 10 calls, of 10 recorded") == (5 if nproc == 1 else 4)
+    assert output.count(": 10 of 10 calls were compared") == (5 if nproc == 1 else 4)
 
 
 SEED = "\nseed_each_rank()"
@@ -229,7 +229,7 @@ checks.same_as_before("loss", 1), checks.same_as_before("loss", [2.0])
 atexit._run_exitfuncs()  # which multiprocessing does not
 checks.same_as_before("other", torch.nan)
 """)
-    assert "epoch 0: NOT COMPARED" in printed and "loss: 2 calls, of 3 recorded" in printed
+    assert "epoch 0: NOT COMPARED" in printed and "loss: 2 of 3 calls were compared" in printed
     assert "not JSON compliant" in printed and not (tmp_path / "other.check.txt").read_text()
 
 
