@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import GROUP, in_processes
 from editing import ROOT, edited
-from pages import block, pieces
+from pages import pieces
 
 START = """
 import checks
