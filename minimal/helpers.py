@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 
 
 def gather_rows(rows):
-    """Collect what step 6 computes for the images of each rank, in the order of the dataset.
+    """Collect what step 6 of ddp.py computes for the images of each rank, in dataset order.
     `rows` is a list, or a tensor on the CPU, with a row for each image of this rank, in order.
     Ranks may have different numbers of images. Returns a list of all rows, on all ranks.
     """
@@ -46,7 +46,7 @@ def sum_over_all(value):
 
 
 def gather(rows):
-    """Return the rows of all ranks as one tensor, rank by rank, with gradients as above.
+    """Return the rows of all ranks as one tensor, rank by rank. Gradients: see sum_over_all.
     All ranks must have equally many rows. This sends about twice as many numbers as necessary.
     """
     of_all = rows.new_zeros(dist.get_world_size(), *rows.shape)
