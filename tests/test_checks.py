@@ -147,8 +147,8 @@ def ends_of(folder, nproc, cases):
 def recorded(tmp_path_factory):
     """Return a folder with recordings of the right ports."""
     folder = tmp_path_factory.mktemp("ports")
-    ends, _ = ends_of(folder, 1, RIGHT)
-    assert ends == dict.fromkeys(PORTS, "well")
+    ends, output = ends_of(folder, 1, RIGHT)
+    assert ends == dict.fromkeys(PORTS, "well") and output.count(": 10 calls were recorded") == 5
     return folder
 
 
