@@ -59,6 +59,7 @@ def main():
 
     # 4. Wrap the model.
     ddp_model = DDP(model)
+    ddp_model.broadcast_buffers = False  # the model's buffers never change
     torch.manual_seed(21 + rank)  # dropout should differ between ranks
 
     for epoch in range(3):

@@ -52,4 +52,6 @@ def said(code, page="RECIPES"):
     return code
 
 
-EMA = edits_of(block("EMA"))  # of minimal/ddp.py
+# Of minimal/ddp.py: the recipe, and the three places where its text says to write `ema.module`.
+PLACES = "model.eval()", "(model(images.to", "torch.save(model."
+EMA = [*edits_of(block("EMA")), *((place, place.replace("model", "ema.module")) for place in PLACES)]

@@ -167,16 +167,14 @@ OF_STREAM = [
     ("sampler.set_epoch(epoch)", said("train_set.epoch = epoch")),
 ]
 in_parts = block("accumulation").replace("32", "4")
-sums_in_parts = edited(in_parts, *edits_of(block("accumulation and ignored labels")))
+count_labels = said("total = (labels != -100).sum().to(device)")
+sums_in_parts = edited(in_parts, ("total = torch.tensor(len(labels), device=device)", count_labels))
 in_parts, sums_in_parts = (dedent(line("in train_loader")) + indent(c, "    ") for c in (in_parts, sums_in_parts))
 IGNORED = after(line("in train_loader"), "    labels = labels.where(labels > 3, -100)\n")
 bfloat16 = block("bfloat16").replace('"cuda", torch.bfloat16', '"cpu", enabled=False').replace(".float()", "")
 # Both unfreeze the first layer in the second epoch.
 FIND_UNUSED = ("DDP(model)", said("DDP(model, find_unused_parameters=True)"))
 UNFREEZE = after(SET_EPOCH, "model[1].requires_grad_(epoch >= 1)\n")
-scaler, scaled_step = (piece.replace('"cuda"', '"cpu"').replace("1.0", "0.01") for piece in pieces("GradScaler"))
-scaled_step = scaled_step.replace("outputs.float()", "outputs")
-CLIP = after(line("loss.backward"), "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n")
 wrap_again = block("wrapping again").replace("conv1", "get_submodule('1')").replace("= 2", "= 1")
 FROZEN = before(WRAPPED, "model[1].requires_grad_(False)\n")
 WITHOUT_DDP = [at(WRAPPED, "ddp_model = model\n"), UNFREEZE]
@@ -298,13 +296,12 @@ SAME = {
     "wrapping again": ("minimal", WITHOUT_DDP, [FROZEN, after(SET_EPOCH, wrap_again)]),
     "EMA": ("minimal", None, OF_EMA),
     "bfloat16": ("minimal", [], [at(LOSS, bfloat16)]),
-    "GradScaler": ("minimal", [CLIP], [before(EPOCHS, scaler), at(LOSS + STEP, scaled_step)]),
     "masks": ("ddp_launch_train", None, WITH_TEXTS),
     "language model": ("language_model", [*OF_LANGUAGE_MODEL, *OWN_LOSS], OF_LANGUAGE_MODEL),
     "text classifier": ("text_classifier", None, OF_CLASSIFIER),
 }
 # Also the ordinary code.
-RIGHT_ON_TWO = ["without DDP", "steps", "bfloat16", "parts of batches", "GradScaler"]
+RIGHT_ON_TWO = ["without DDP", "steps", "bfloat16", "parts of batches"]
 
 
 def train_on(nproc, folder, script, edits, epochs=2):
@@ -421,7 +418,8 @@ def test_gathered_rows_are_in_the_order_of_the_dataset(nproc, tmp_path):
 
 
 def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
-    edits = edits_of(block("metrics"), block("logging"))
+    bar = ("in train_loader:", f"in tqdm.{said('tqdm(train_loader, disable=rank != 0)')}:")
+    edits = [*edits_of(block("metrics"), block("logging")), bar, ("import wandb\n", "import tqdm, wandb\n")]
     edits += [("wandb.log(dict(", "wandb.log(dict(f1=f1.item(), auc=auc.item(), ")]
     losses = []
     for nproc in 1, 2, 3:
