@@ -52,6 +52,4 @@ def said(code, page="RECIPES"):
     return code
 
 
-# Of minimal/ddp.py: the recipe, and the three places where its text says to write `ema.module`.
-PLACES = "model.eval()", "(model(images.to", "torch.save(model."
-EMA = [*edits_of(block("EMA")), *((place, place.replace("model", "ema.module")) for place in PLACES)]
+EMA = edits_of(block("EMA"))  # of minimal/ddp.py
