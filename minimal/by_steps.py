@@ -72,7 +72,7 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Send BatchNorm's statistics in step 6, not in each step. (DDP's argument is deprecated.)
+    # Not in each step, but in step 6. (The argument DDP(broadcast_buffers=...) is deprecated.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
