@@ -72,7 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Not in each step, but in step 6. (The argument DDP(broadcast_buffers=...) is deprecated.)
+    # Step 6 copies BatchNorm's statistics. By default, DDP would do so in each step, which is
+    # slower. (The argument of DDP with this name is deprecated since PyTorch 2.13.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
