@@ -40,7 +40,7 @@ def main():
     val_set = datasets.CIFAR10("data", train=False, transform=to_tensor)
 
     # 3. Each rank trains on its own share of the images. The sampler shuffles, and drops a few
-    # to make shares equal. In validation, rank 1 of 4 has the images 1, 5, 9 and so on.
+    # to make shares equal. In validation, none is dropped: rank 1 of 4 has images 1, 5, 9...
     sampler = DistributedSampler(train_set, seed=21, drop_last=True)
     batch_size = 512 // world_size  # of each rank; all together use about 512 images per step
     batch_sampler = BatchSampler(sampler, batch_size, drop_last=False)  # lists of indices
@@ -72,8 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies BatchNorm's statistics. By default, DDP would do so in each step, which is
-    # slower. (The argument of DDP with this name is deprecated since PyTorch 2.13.)
+    # Step 6 copies BatchNorm's statistics By default, DDP would do so in each
+    # step, which is slower.
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
