@@ -23,7 +23,7 @@ from torchvision import datasets, models, transforms
 
 
 def main():
-    # 1. torchrun starts this script once per GPU, and tells each process which one it is.
+    # 1. torchrun starts this script once per GPU and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all
     local_rank = int(os.environ["LOCAL_RANK"])  # index on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
@@ -39,7 +39,7 @@ def main():
         train_set = datasets.CIFAR10("data", train=True, download=True, transform=to_tensor)
     val_set = datasets.CIFAR10("data", train=False, transform=to_tensor)
 
-    # 3. Each rank trains on its own share of the images. The sampler shuffles, and drops a few
+    # 3. Each rank trains on its own share of the images. The sampler shuffles and drops a few
     # to make shares equal. In validation, none is dropped: rank 1 of 4 has images 1, 5, 9...
     sampler = DistributedSampler(train_set, seed=21, drop_last=True)
     batch_size = 512 // world_size  # of each rank; all together use about 512 images per step
@@ -77,7 +77,7 @@ def main():
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
-        # A loader cannot start within an epoch. So collect the next batches of this rank, as
+        # DataLoader cannot start within an epoch. So collect the next batches of this rank, as
         # lists of indices, and make a loader for them. A new seed, because a resumed run has to
         # draw the same random numbers. Dropout and random transforms should differ by rank.
         torch.manual_seed(21 + rank + world_size * start)

@@ -38,7 +38,7 @@ def summed_loss(model, batch):
 
 
 def main():
-    # 1. torchrun starts this script once per GPU, and tells each process which one it is.
+    # 1. torchrun starts this script once per GPU and tells each process which one it is.
     rank = int(os.environ["RANK"])  # index of this process among all
     local_rank = int(os.environ["LOCAL_RANK"])  # index on its machine
     world_size = int(os.environ["WORLD_SIZE"])  # number of processes
