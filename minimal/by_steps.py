@@ -72,8 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies BatchNorm's statistics, which is enough. By default, DDP would do so in each
-    # step.
+    # Step 6 copies BatchNorm's statistics, so DDP need not do so in each step. (Its argument
+    # broadcast_buffers is deprecated since PyTorch 2.13.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
