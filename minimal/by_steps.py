@@ -72,8 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies BatchNorm's statistics, so DDP need not do so in each step. (Its argument
-    # broadcast_buffers is deprecated since PyTorch 2.13.)
+    # By default, DDP also copies rank 0's BatchNorm statistics in each step, but step 6 is enough.
+    # (The argument DDP(broadcast_buffers=False) is deprecated since PyTorch 2.13.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
@@ -99,8 +99,8 @@ def main():
             loss_sum += loss.detach()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
-        # 6. Each rank validates its share, with `model`: `ddp_model` can hang if one rank has
-        # more batches than another. BatchNorm's statistics differ by rank: use those of rank 0.
+        # 6. Each rank validates its share, with `model`, because `ddp_model` can wait for other
+        # ranks. BatchNorm's statistics differ by rank: use those of rank 0.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()
