@@ -72,8 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # By default, DDP also copies rank 0's BatchNorm statistics in each step, but step 6 is enough.
-    # (The argument DDP(broadcast_buffers=False) is deprecated since PyTorch 2.13.)
+    # Copying BatchNorm's statistics in each step, DDP's default, is not needed: step 6 does so
+    # once per epoch.
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
