@@ -73,7 +73,7 @@ def main():
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
     # Copying BatchNorm's statistics in each step, DDP's default, is not needed: step 6 does so
-    # once per epoch.
+    # before each validation.
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
