@@ -72,8 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Copying BatchNorm's statistics in each step, DDP's default, is not needed: step 6 does so
-    # before each validation.
+    # Step 6 copies BatchNorm's statistics before each validation, so DDP need not do so in each
+    # step. (Its argument broadcast_buffers is deprecated since PyTorch 2.13.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
