@@ -411,7 +411,9 @@ def test_gathered_rows_are_in_the_order_of_the_dataset(nproc, tmp_path):
     own = "counts = [*range(1, 8)][rank::world_size]\noutputs = torch.cat([torch.full((n,), n) for n in counts])"
     add = said("rows += [item.clone() for item in outputs.cpu().split(counts)]")
     join = said("torch.cat(gather_rows(rows))")
-    program = f"from helpers import gather_rows\n{own}\nrows = []\n{add}\nprint(f'{{{join}.tolist()}}\\n', end='')"
+    own += "\nrows = []"
+    small = "assert all(row.untyped_storage().nbytes() == 8 * len(row) for row in rows)"
+    program = f"from helpers import gather_rows\n{own}\n{add}\n{small}\nprint(f'{{{join}.tolist()}}\\n', end='')"
     assert in_group(nproc, tmp_path, program) == f"{[n for n in range(1, 8) for _ in range(n)]}\n" * nproc
     words = "from helpers import *\ntry: gather_rows(torch.zeros(3 - 2 * rank))\nexcept ValueError as e: print(e)"
     if nproc == 2:  # three words in the image of rank 0, and one in that of rank 1
