@@ -73,7 +73,7 @@ def main():
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
     # Step 6 copies BatchNorm's statistics before each validation, so DDP need not do so in each
-    # step. (Its argument broadcast_buffers is deprecated since PyTorch 2.13.)
+    # step. (Set this attribute, because DDP's argument of the same name is deprecated.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
@@ -99,8 +99,8 @@ def main():
             loss_sum += loss.detach()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
-        # 6. Each rank validates its share, with `model`, because `ddp_model` can wait for other
-        # ranks. BatchNorm's statistics differ by rank: use those of rank 0.
+        # 6. Each rank validates its share, with `model`: `ddp_model` can wait for other ranks,
+        # which may have fewer batches. BatchNorm's statistics differ by rank: use rank 0's.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()
@@ -111,7 +111,7 @@ def main():
         dist.all_reduce(correct)  # the sum over all processes
         dist.all_reduce(loss_sum)
 
-        # 7. Only rank 0 prints and saves. Otherwise, all ranks would write the same file.
+        # 7. Only rank 0 prints and saves. A call that waits for other ranks would hang here.
         if rank == 0:
             loss = loss_sum.item() / (end - start) / world_size  # the mean over all batches
             accuracy = correct.item() / len(val_set)
