@@ -1,7 +1,8 @@
 """Train a ResNet on CIFAR-10 in float16 mixed precision with DDP: by torch.amp's GradScaler, or by NVIDIA Apex.
 
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py                   # torch.amp with GradScaler
-    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04
+    torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04:
+    git clone --branch 25.04 https://github.com/NVIDIA/apex && pip install --no-build-isolation ./apex
 
 The default, torch.amp with GradScaler, is for GPUs without bfloat16 (before Ampere). On newer ones, bfloat16 needs
 no GradScaler: use ddp_launch_train.py. (This ResNet was 1.1 to 1.3 times as fast in float16, but not compiled.)
@@ -13,6 +14,11 @@ the optimizer's step. If they overflow, the step is skipped and the scale is hal
 Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32 (TF32 in convolutions,
 from Ampere on). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are float16, except
 BatchNorm's, and the optimizer updates float32 copies of them. O3 is float16 without a loss scale.
+
+New code has no reason to use Apex's own DDP and SyncBatchNorm. If you need them, import DistributedDataParallel and
+convert_syncbn_model from apex.parallel in place of PyTorch's, and give the model memory_format=contiguous_format,
+because Apex's DDP with CUDA kernels mixes up the gradients of channels_last models. (The command above builds no
+kernels. Without them, Apex's SyncBatchNorm fails at O2.)
 """
 
 import gc

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import GPUS, ON_GPUS, command, result, run, train
 from editing import APEX_ON_THE_CPU, RESNET, ROOT, SMALL_MODEL, copy_script
-from pages import before, block, edits_of
+from pages import before
 
 from apex_amp_train import amp
 
@@ -85,7 +85,13 @@ def test_it_trains_on_gpus_and_compiled_alike(script, precision, tolerance, tmp_
 @needs_apex
 def test_apexs_own_ddp_and_sync_bn_train_like_pytorchs(tmp_path):
     arguments = "apex_amp_train --backend apex --sync-bn --epochs 1"
-    apex = losses(run_on_gpus(arguments, tmp_path, *edits_of(block("apex ddp"))))
+    apex = losses(run_on_gpus(
+        arguments, tmp_path,
+        ("from torch.nn.parallel import DistributedDataParallel as DDP",
+         "from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model"),
+        ("build_model(args).to(device)", "build_model(args).to(device, memory_format=torch.contiguous_format)"),
+        ("nn.SyncBatchNorm.convert_sync_batchnorm(model)", "convert_syncbn_model(model)"),
+    ))
     assert apex[:3] == pytest.approx(losses(run_on_gpus(arguments, tmp_path))[:3], rel=2e-2)
 
 

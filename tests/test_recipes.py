@@ -18,7 +18,7 @@ from pages import EMA, LANGUAGE_MODEL, LAUNCH, after, at, before, block, edits_o
 import common
 
 # The scripts that each diff fits.
-FITS = {"our weights": SCRIPTS[1:], "our stopping": SCRIPTS, "apex ddp": SCRIPTS[3:]}
+FITS = {"our weights": SCRIPTS[1:], "our stopping": SCRIPTS}
 
 
 def functions(*codes):
