@@ -89,14 +89,11 @@ def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_l
     for edit, name in (loss, "gradient"), (("range(rank", "range(0"), "correct"):
         assert f"{name}, call 1: " in train_minimal(3, tmp_path, *changes, edit, images=60).stdout
     assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.txt"))] == [2, 10]
-    float64 = after(line(r"manual_seed\(21\)"), line("float64", text=block("compare")).removeprefix("+    "))
-    old = [("import torch\n", "import checks, torch\n"), float64, ("model.train", "model.eval")]
-    old += [("batch_size=512, shuffle=True", "batch_size=12"), ("range(10)", "range(2)")]
-    old += [after(line("loss.backward"), said('checks.same_as_before("loss", loss)', "CHECKS") + "\n")]
+    old = edits_of(block("old script").replace("range(101)", "range(61)"))
     old = train_minimal(0, tmp_path, *old, images=60)
-    as_before = ("checks.same_gradient(model)", 'checks.same_as_before("loss", loss)')
-    port = train_minimal(1, tmp_path, *changes, as_before, images=60)
-    other = train_minimal(1, tmp_path, *changes, as_before, ("manual_seed(21)\n", "manual_seed(2)\n"), images=60)
+    compare_loss = said("checks.same_gradient(model)", "CHECKS"), said('checks.same_as_before("loss", loss)', "CHECKS")
+    port = train_minimal(1, tmp_path, *changes, compare_loss, images=60)
+    other = train_minimal(1, tmp_path, *changes, compare_loss, ("manual_seed(21)\n", "manual_seed(2)\n"), images=60)
     assert old.returncode == port.returncode == 0
     assert len((tmp_path / "loss.check.txt").read_text().splitlines()) == 10
     assert "loss, call 1: " in other.stdout
