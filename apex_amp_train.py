@@ -15,10 +15,10 @@ Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O
 from Ampere on). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are float16, except
 BatchNorm's, and the optimizer updates float32 copies of them. O3 is float16 without a loss scale.
 
-New code has no reason to use Apex's own DDP and SyncBatchNorm. If you need them, import DistributedDataParallel and
-convert_syncbn_model from apex.parallel in place of PyTorch's, and give the model memory_format=contiguous_format,
-because Apex's DDP with CUDA kernels mixes up the gradients of channels_last models. (The command above builds no
-kernels. Without them, Apex's SyncBatchNorm fails at O2.)
+New code has no reason to use Apex's own DDP and SyncBatchNorm. If you need them, import DistributedDataParallel
+and convert_syncbn_model from apex.parallel in place of PyTorch's, and write `model.to(device,
+memory_format=torch.contiguous_format)`, because with CUDA kernels, Apex's DDP mixes up the gradients of
+channels_last models. The command above builds no kernels. Without them, Apex's SyncBatchNorm fails at O2.
 """
 
 import gc

@@ -91,9 +91,9 @@ def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_l
     assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.txt"))] == [2, 10]
     old = edits_of(block("old script").replace("range(101)", "range(61)"))
     old = train_minimal(0, tmp_path, *old, images=60)
-    compare_loss = said("checks.same_gradient(model)", "CHECKS"), said('checks.same_as_before("loss", loss)', "CHECKS")
-    port = train_minimal(1, tmp_path, *changes, compare_loss, images=60)
-    other = train_minimal(1, tmp_path, *changes, compare_loss, ("manual_seed(21)\n", "manual_seed(2)\n"), images=60)
+    losses = said("checks.same_gradient(model)", "CHECKS"), said('checks.same_as_before("loss", loss)', "CHECKS")
+    port = train_minimal(1, tmp_path, *changes, losses, images=60)
+    other = train_minimal(1, tmp_path, *changes, losses, ("manual_seed(21)\n", "manual_seed(2)\n"), images=60)
     assert old.returncode == port.returncode == 0
     assert len((tmp_path / "loss.check.txt").read_text().splitlines()) == 10
     assert "loss, call 1: " in other.stdout
