@@ -4,21 +4,16 @@
     torchrun --standalone --nproc-per-node=gpu apex_amp_train.py --backend apex    # needs NVIDIA Apex 25.04:
     git clone --branch 25.04 https://github.com/NVIDIA/apex && pip install --no-build-isolation ./apex
 
-The default, torch.amp with GradScaler, is for GPUs without bfloat16 (before Ampere). On newer ones, bfloat16 needs
-no GradScaler: use ddp_launch_train.py. (This ResNet was 1.1 to 1.3 times as fast in float16, but not compiled.)
+The default is for GPUs before Ampere. On newer ones, use ddp_launch_train.py: bfloat16 needs no GradScaler.
 
 Mixed precision computes convolutions and matrix products in float16, which is faster. Small gradients would become
 zero there, so the loss is multiplied by a scale before the backward pass, and gradients are divided by it before
 the optimizer's step. If they overflow, the step is skipped and the scale is halved, which is normal at first.
 
-Apex brought this to PyTorch; torch.amp has replaced it. Apex has four levels. O0 is float32 (TF32 in convolutions,
-from Ampere on). O1 uses float16 where it is safe, as torch.amp does. At O2 the weights are float16, except
-BatchNorm's, and the optimizer updates float32 copies of them. O3 is float16 without a loss scale.
-
-New code has no reason to use Apex's own DDP and SyncBatchNorm. If you need them, import DistributedDataParallel
-and convert_syncbn_model from apex.parallel in place of PyTorch's, and write `model.to(device,
-memory_format=torch.contiguous_format)`, because with CUDA kernels, Apex's DDP mixes up the gradients of
-channels_last models. The command above builds no kernels. Without them, Apex's SyncBatchNorm fails at O2.
+Apex brought this to PyTorch, and torch.amp has replaced it. Of Apex's levels, O0 is float32, and O1 uses float16
+where it is safe, as torch.amp does. At O2, weights are float16, except BatchNorm's, and the optimizer updates
+float32 copies. O3 is float16 without a loss scale. Apex's own DDP and SyncBatchNorm (apex.parallel) are for old
+code. With CUDA kernels, this DDP needs torch.contiguous_format. Without, this SyncBatchNorm fails at O2.
 """
 
 import gc

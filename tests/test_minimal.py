@@ -79,6 +79,11 @@ def test_three_checks_pass_and_see_a_missing_sampler(tmp_path):
     assert finished.returncode != 0 and "410 images come twice: not shared?" in finished.stdout
     no_broadcast = ("dist.broadcast(buffer, src=0)", "pass")
     assert "in '2.running_mean'" in train_minimal(2, tmp_path, *checks, UNLIKE, no_broadcast).stdout
+    same = said("checks.same_on_all_ranks(ema.module.state_dict())", "CHECKS")
+    of_ema = before(line("model.eval").replace("model", "ema.module"), same, "\n")
+    assert train_minimal(2, tmp_path, *AVERAGED, of_ema).returncode == 0
+    no_broadcast = (", *ema.module.buffers()]", "]")
+    assert "in '2.running_mean'" in train_minimal(2, tmp_path, *AVERAGED, of_ema, no_broadcast).stdout
 
 
 def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_loss_or_metric(tmp_path):

@@ -224,7 +224,7 @@ def test_each_script_trains_like_ddp_launch_train_bit_for_bit(name, tmp_path):
 
 
 def test_the_scripts_share_all_lines_that_are_not_their_technique():
-    different = {("dp", "ddp_launch"): 150, ("ddp_launch", "ddp_spawn"): 47, ("ddp_launch", "apex_amp"): 105}
+    different = {("dp", "ddp_launch"): 150, ("ddp_launch", "ddp_spawn"): 47, ("ddp_launch", "apex_amp"): 100}
     for (one, other), lines in different.items():  # So who changes a line changes it in all scripts.
         diff = run(["diff", f"{one}_train.py", f"{other}_train.py"], cwd=ROOT).stdout
         assert len(re.findall("(?m)^[<>]", diff)) <= lines
