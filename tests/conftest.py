@@ -79,6 +79,8 @@ def run_program(rank, has_ranks, folder, program, argv, env):
     fork = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
     torch.multiprocessing.spawn = fork  # imports nothing again
     sys.argv, sys.path[0:0] = [str(program), *argv], [str(folder)]
+    for file in Path(folder).glob("*.py"):
+        sys.modules.pop(file.stem, None)  # a stand-in for a library that is installed and already imported
     try:
         runpy.run_path(str(program), run_name="__main__")
     except Exception:
