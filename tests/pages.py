@@ -1,7 +1,7 @@
 """How the tests read the code blocks of the pages, and put them into the scripts."""
 
 import re
-from textwrap import indent
+from textwrap import dedent, indent
 
 from editing import ROOT
 
@@ -18,8 +18,8 @@ def edits_of(*diffs):
 def block(name):
     """Return the code after the comment `<!-- test: NAME -->` in one of the pages."""
     pages = "".join(page.read_text() for page in sorted(ROOT.glob("*.md")))
-    [code] = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", pages, re.S)
-    return code
+    [code] = re.findall(rf"<!-- test: {name} -->\n *```\w+\n(.*?) *```", pages, re.S)
+    return dedent(code)
 
 
 def at(place, *codes):
