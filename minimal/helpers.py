@@ -16,6 +16,11 @@ def gather_rows(rows):
     """Collect what step 6 of ddp.py computes for the images of each rank, in dataset order.
     `rows` is a list, or a tensor on the CPU, with a row for each image of this rank, in order.
     Ranks may have different numbers of images. Returns a list of all rows, on all ranks.
+
+    If images have several predictions, give it a list with a tensor for each image. Begin with
+    rows = [] and add the outputs of each batch, where counts[i] is the number of image i:
+        rows += [item.clone() for item in outputs.cpu().split(counts)]
+    After the loop, torch.cat(gather_rows(rows)) has all predictions in dataset order.
     """
     shares = [None] * dist.get_world_size()
     dist.all_gather_object(shares, rows)  # rank r has the images r, r + N, r + 2 N and so on
