@@ -18,7 +18,7 @@ from pages import EMA, LANGUAGE_MODEL, LAUNCH, after, at, before, block, edits_o
 import common
 
 # The scripts that each diff fits.
-FITS = {"our weights": SCRIPTS[1:], "our stopping": SCRIPTS}
+FITS = {"our weights": SCRIPTS[1:], "our wandb": SCRIPTS[1:], "our stopping": SCRIPTS}
 
 
 def functions(*codes):
@@ -359,8 +359,7 @@ def test_the_language_model_learns_where_texts_end(tmp_path):
 
 def test_a_resumed_run_is_that_of_an_uninterrupted_one_and_other_settings_end_it(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    stop = said('if os.environ.get("STOP") == str(epoch + 1): break', "CHECKS")
-    resume = [*edits_of(block("resuming")), before("    dist.destroy_process_group()\n", f"    {stop}\n\n")]
+    resume = edits_of(block("resuming"), block("stop"))
     parts.mkdir()
     for number, (folder, env) in enumerate([(whole, {}), (parts, dict(STOP="1")), (parts, {})], 1):
         finished = train_minimal(2, folder, *resume, *EXACT, DROPOUT, epochs=3, images=60, **env)
@@ -438,6 +437,11 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
         assert finished.returncode == 0 and counts == [1, 2, 2, 2]
         losses += map(ast.literal_eval, re.findall("LOG ({.*}) 1", finished.stdout))
     assert len(losses) == 3 and losses == [pytest.approx(losses[0], rel=1e-12)] * 3
+
+
+def test_rank_0_of_our_scripts_alone_logs_with_wandb(tmp_path):
+    finished, _ = train_on(2, tmp_path, "ddp_launch_train", edits_of(block("our wandb")))
+    assert finished.stdout.count("INIT") == 1 and finished.stdout.count("LOG {'train_loss'") == 2
 
 
 def test_steps_are_timed_with_the_loader_and_on_one_batch(tmp_path):
