@@ -75,8 +75,8 @@ def test_three_checks_pass_and_see_a_missing_sampler(tmp_path):
     numpy = after(line(r"21 \+ rank"), "__import__('numpy').random.seed(rank)\n")
     checks = [numpy, *edits_of(block("three checks"))]
     start, show = block("seconds").splitlines(keepends=True)
-    seconds = [after("import os\n", "import time\n"), before(line("5. Shuffle"), start), before(line("print"), show)]
-    finished = train_minimal(2, tmp_path, *checks, *seconds)
+    seconds = [before(line("5. Shuffle"), start), before(line(r"print\(f"), show)]
+    finished = train_minimal(2, tmp_path, *checks, *seconds, ("import os\n", "import os, time\n"))
     assert finished.returncode == 0 and len(re.findall(r"(?m)^\d\.\d seconds$", finished.stdout)) == 2
     finished = train_minimal(2, tmp_path, *checks, ("batch_size, sampler=sampler", "batch_size, shuffle=True"))
     assert finished.returncode != 0 and "410 images come twice: not shared?" in finished.stdout
