@@ -106,9 +106,14 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
+ctc = said('nn.functional.ctc_loss(log_probs, targets, frames, tokens, reduction="none") / tokens.clamp(min=1)')
+ctc = f"""total, losses = torch.tensor(len(tokens)), {ctc}
+dist.all_reduce(total)
+loss = world_size * losses.sum() / total
+"""
 weighted_mean = edited(
     block("weighted mean"),
-    ("total = known.sum()", said("total = (class_weights[labels.where(known, 0)] * known).sum()")),
+    ("total = known.sum()\n", block("class weights")),
     ('labels, reduction="sum"', 'labels, class_weights, reduction="sum", label_smoothing=0.1'),
 )
 IGNORED_LABELS = "loss = nn.functional.cross_entropy(ddp_model(images), labels)\n"
@@ -123,7 +128,7 @@ LOSSES = {
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(", "("), block("two views")),
     "boxes": (BOXES, "", boxes),
-    "CTC": (TEXTS, CTC, block("CTC")),
+    "CTC": (TEXTS, CTC, ctc),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
 
@@ -174,7 +179,7 @@ OF_STREAM = [
 ]
 in_parts = block("accumulation").replace("32", "4")
 count_labels = said("total = (labels != -100).sum().to(device)") + "\ndist.all_reduce(total)\n"
-divided = "loss / len(labels)", said("world_size * loss / total")
+divided = "loss / len(labels)", said("(world_size * loss / total).backward()").removesuffix(".backward()")
 sums_in_parts = edited(in_parts, ("optimizer.zero_grad()\n", f"{count_labels}optimizer.zero_grad()\n"), divided)
 in_parts, sums_in_parts = (dedent(line("in train_loader")) + indent(c, "    ") for c in (in_parts, sums_in_parts))
 IGNORED = after(line("in train_loader"), "    labels = labels.where(labels > 3, -100)\n")
