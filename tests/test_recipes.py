@@ -106,11 +106,6 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-ctc = said('nn.functional.ctc_loss(log_probs, targets, frames, tokens, reduction="none") / tokens.clamp(min=1)')
-ctc = f"""total, losses = torch.tensor(len(tokens)), {ctc}
-dist.all_reduce(total)
-loss = world_size * losses.sum() / total
-"""
 weighted_mean = edited(
     block("weighted mean"),
     ("total = known.sum()\n", block("class weights")),
@@ -128,7 +123,7 @@ LOSSES = {
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(", "("), block("two views")),
     "boxes": (BOXES, "", boxes),
-    "CTC": (TEXTS, CTC, ctc),
+    "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
 
@@ -215,7 +210,13 @@ class Net(nn.Module):
 def build_model(args):
     return Net().double()
 """
-import_buckets, collate, use_of_buckets = block("buckets").split("\n\n")
+import_buckets, use_of_buckets = block("buckets").split("\n\n")
+collate = """
+def collate(items):  # items are (tensor of words, label)
+    words, labels = zip(*items)
+    lengths = torch.tensor([len(text) for text in words])
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), lengths, torch.tensor(labels)
+"""
 mask = said("mask = torch.arange(words.shape[1], device=device) < lengths[:, None]") + "\n"
 BATCH = "words, lengths, labels = (tensor.to(device) for tensor in batch)"
 BATCH = f"{BATCH}\nimages = torch.zeros(1)  # not used\n"
