@@ -106,11 +106,9 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-weighted_mean = edited(
-    block("weighted mean"),
-    ("total = known.sum()\n", block("class weights")),
-    ('labels, reduction="sum"', 'labels, class_weights, reduction="sum", label_smoothing=0.1'),
-)
+weighted_mean = block("weighted mean").replace('="sum"', '="sum", label_smoothing=0.1')
+line_of_weights = "weights = class_weights[labels.where(known, 0)] * known", said("weights = known")
+ignored_mean = edited(block("weighted mean"), line_of_weights, (", class_weights, red", ", red"))
 IGNORED_LABELS = "loss = nn.functional.cross_entropy(ddp_model(images), labels)\n"
 MAPS = f"""{PIXELS}probabilities = ddp_model(images).softmax(1)
 targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
@@ -118,7 +116,7 @@ targets = nn.functional.one_hot(labels.clamp(min=0), 4).movedim(3, 1)
 # Name: what stands before both, the ordinary code for one process, the recipe.
 LOSSES = {
     "class weights, gathered": (PIXELS, WEIGHTED, edited(WEIGHTED, *gathered)),
-    "ignored labels": (PIXELS, IGNORED_LABELS, block("weighted mean")),
+    "ignored labels": (PIXELS, IGNORED_LABELS, ignored_mean),
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(", "("), block("two views")),
