@@ -471,7 +471,8 @@ def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated
     assert result(first) == result(again)
     edits = [(SGD, ADAMW), *edits_of(block("stopping"), block("every n steps").replace("200", "7"))]
     edits += [(ADAMW, SGD.replace("0.1", "0.0"))]
-    edits += [('torch.save(model.state_dict(), "model.pt")', 'print("best")')]
+    decided = said("checks.same_on_all_ranks(dict(bad_epochs=bad_epochs))") + "\n"
+    edits += [('torch.save(model.state_dict(), "model.pt")', 'print("best")'), before(line("7. Only"), decided)]
     finished = train_minimal(2, tmp_path, *EXACT, *edits, epochs=9, images=60)
     assert finished.stdout.count("best") == 1
     assert finished.returncode == 0 and len(re.findall("(?m)^epoch", finished.stdout)) == 6  # of 5 steps each
