@@ -460,8 +460,8 @@ def test_steps_are_timed_with_the_loader_and_on_one_batch(tmp_path):
 def test_the_weights_of_a_compiled_average_of_a_model_load_without_their_prefixes():
     model = torch.nn.Linear(2, 2)
     state = torch.compile(torch.optim.swa_utils.AveragedModel(model)).state_dict()
-    exec(block("prefixes"), dict(state=state))
-    model.load_state_dict(state)
+    exec(block("prefixes"), scope := dict(state=state))
+    model.load_state_dict(scope["state"])
 
 
 def test_all_processes_stop_early_in_one_epoch_also_when_the_command_is_repeated(tmp_path):
