@@ -72,7 +72,7 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    ddp_model.broadcast_buffers = False  # step 6 does this, before each validation
+    ddp_model.broadcast_buffers = False  # step 6 copies BatchNorm's statistics, later
 
     for start in range(done, steps, every):
         # DataLoader cannot start within an epoch. So collect the next batches of this rank, as
