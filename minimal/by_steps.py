@@ -97,8 +97,8 @@ def main():
             loss_sum += loss.detach()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
-        # 6. Each rank validates its share, with `model`: `ddp_model` can wait for other ranks,
-        # which may have fewer batches. BatchNorm's statistics differ by rank: use rank 0's.
+        # 6. Each rank validates its share. Call `model`, because `ddp_model` can wait for ranks
+        # that have no batch left. BatchNorm's statistics differ by rank: use rank 0's.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()

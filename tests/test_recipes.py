@@ -79,16 +79,6 @@ images, labels, ddp_model = images[mine], labels[mine], DDP(model)
 WEIGHTED = "loss = nn.functional.cross_entropy(ddp_model(images), labels, class_weights)\n"
 gathered = [("ddp_model(images)", "gather(ddp_model(images))"), ("labels", "gather(labels)")]
 SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
-# All boxes are those of rank 0. The others have none, but a loss for the background.
-BOXES = """
-model, images, labels = nn.Conv2d(5, 4, 1), torch.randn(12, 5, 2, 3), torch.randint(3, (12, 2, 3))
-labels[6, 0] = 3
-images, labels, ddp_model = images[mine], labels[mine], DDP(model)
-count = (labels == 3).sum()
-loss = nn.functional.cross_entropy(ddp_model(images), labels, reduction="sum") / count.clamp(min=1)
-"""
-corrected = said("loss = world_size * loss * count.clamp(min=1) / total.clamp(min=1)")
-boxes = said("total = count.clone()") + f"\ndist.all_reduce(total)\n{corrected}"
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
 # Four texts for each rank but the last, which has the others.
 TEXTS = """
@@ -120,7 +110,6 @@ LOSSES = {
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(", "("), block("two views")),
-    "boxes": (BOXES, "", boxes),
     "CTC": (TEXTS, CTC, block("CTC")),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
@@ -494,6 +483,9 @@ def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_sim
     assert all(270 < count < 400 for count in labels[first[0]].bincount()) and [*sampler] != first[0]
     assert len(buckets) == 8 and len(set(sum(buckets, []))) == 192 and [*buckets] != first[1]
     assert all(max(batch) - min(batch) < 140 for batch in buckets)  # 24, 19 that are left out, and the noise
+    scope |= dict(batches=[[2 * i, 2 * i + 1] for i in range(8)], world_size=3, rank=1)  # six of eight are used
+    exec(block("unequal batches").replace("=8", "=0"), scope)
+    assert [numbers.tolist() for _, numbers, _ in scope["train_loader"]] == [lengths[2:4], lengths[8:10]]
     full = scope["Buckets"](lengths[:192], 24, 21)  # leaves nothing out
     first = {frozenset(batch) for batch in full}
     full.set_epoch(1)
