@@ -102,14 +102,14 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
         assert sentence in said(*flags.split())
 
 
-def test_a_batch_size_that_does_not_fit_is_refused_and_the_default_is_512_over_all_processes(tmp_path):
+def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_each_process(tmp_path):
     copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
     assert "at most 61, and divisible by 2 processes" in train(tmp_path, 2, "--batch-size", "13").stdout
     copy_script(tmp_path, "dp_train", SMALL_MODEL)
     assert "at most 61\n" in train(tmp_path, 0, "--batch-size", "62", script="dp_train").stdout
-    for nproc, script, batch_size in (0, "dp_train", 512), (3, "ddp_launch_train", 510):  # three share 510 equally
-        flags = "--synthetic 512 --image-size 4 --epochs 1".split()
-        assert result(in_processes(nproc, tmp_path, f"{script}.py", *flags))["batch_size"] == batch_size
+    default = in_processes(0, tmp_path, "dp_train.py", *"--synthetic 512 --image-size 4 --epochs 1".split())
+    assert result(default)["batch_size"] == 512
+    assert "at most 1023" in in_processes(2, tmp_path, "ddp_launch_train.py", "--synthetic", "1023").stdout
 
 
 # What a search on each rank, a launcher on each machine, or a `set` of weights may make different.
