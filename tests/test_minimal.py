@@ -82,7 +82,7 @@ def test_three_checks_pass_and_see_a_missing_sampler(tmp_path):
     assert finished.returncode != 0 and "410 images come twice: not shared?" in finished.stdout
     no_broadcast = ("dist.broadcast(buffer, src=0)", "pass")
     assert "in '2.running_mean'" in train_minimal(2, tmp_path, *checks, UNLIKE, no_broadcast).stdout
-    same = said("checks.same_on_all_ranks(ema.module.state_dict())", "CHECKS")
+    same = "checks.same_on_all_ranks(ema.module.state_dict())"
     of_ema = before(line("model.eval").replace("model", "ema.module"), same, "\n")
     assert train_minimal(2, tmp_path, *AVERAGED, of_ema).returncode == 0
     no_broadcast = (", *ema.module.buffers()]", "]")
