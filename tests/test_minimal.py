@@ -89,21 +89,32 @@ def test_three_checks_pass_and_see_a_missing_sampler(tmp_path):
     assert "in '2.running_mean'" in train_minimal(2, tmp_path, *AVERAGED, of_ema, no_broadcast).stdout
 
 
-def test_the_changes_of_the_page_compare_two_runs_and_end_the_one_with_another_loss_or_metric(tmp_path):
-    changes = edits_of(block("compare").replace("range(101)", "range(61)"))
-    loss = ("), labels)", "), labels, torch.arange(10.0))")
+def test_compare_port_compares_two_runs_and_ends_the_one_with_another_loss_or_metric(tmp_path):
+    def compare(nproc, *edits):
+        small = ("range(101)", "range(61)")
+        return train_minimal(int(nproc), tmp_path, small, *edits, images=60, name="compare_port")
+
+    lines = (ROOT / "minimal" / "compare_port.py").read_text().splitlines()
+    assert not {line for line in lines if "changed" not in line} - set(MINIMAL.splitlines())
     stub = 'torchrun() { echo "$2" | grep -o "[0-9]"; }\n'
     numbers = run(["bash", "-c", stub + block("compare commands")]).stdout.split()
-    right = [train_minimal(int(nproc), tmp_path, *changes, epochs=2, images=60) for nproc in numbers]
-    assert numbers == ["1", "2", "3"] and not any(finished.returncode for finished in right)
+    assert numbers == ["1", "2"] and not any(compare(nproc).returncode for nproc in [*numbers, 3])
+    loss = ("), labels)", "), labels, torch.arange(10.0))")
     for edit, name in (loss, "gradient"), (("range(rank", "range(0"), "correct"):
-        assert f"{name}, call 1: " in train_minimal(3, tmp_path, *changes, edit, images=60).stdout
+        assert f"{name}, call 1: " in compare(3, edit).stdout
     assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.txt"))] == [2, 10]
-    old = edits_of(block("old script").replace("range(101)", "range(61)"))
-    old = train_minimal(0, tmp_path, *old, images=60)
-    losses = said("checks.same_gradient(model)", "CHECKS"), said('checks.same_as_before("loss", loss)', "CHECKS")
-    port = train_minimal(1, tmp_path, *changes, losses, images=60)
-    other = train_minimal(1, tmp_path, *changes, losses, ("manual_seed(21)\n", "manual_seed(2)\n"), images=60)
+    record = 'checks.same_as_before("loss", loss)'
+    old = train_minimal(0, tmp_path, *(  # as the page says in words
+        ("import torch\n", "import checks\nimport torch\n"),
+        ("    val_loader", "    train_set, val_set = (torch.utils.data.Subset(data, range(n)) for data, n in"
+         " ((train_set, 60), (val_set, 61)))\n    train_loader = DataLoader(train_set, 12)\n    val_loader"),
+        ("manual_seed(21)\n", "manual_seed(21)\n    torch.set_default_dtype(torch.float64)\n"),
+        ("model.train()", "model.eval()"),
+        ("            loss.backward()\n", f"            loss.backward()\n            {record}\n"),
+        ("        print(", '        checks.same_as_before("correct", correct)\n        print('),
+    ), images=60, epochs=2)
+    losses = said("checks.same_gradient(model)", "CHECKS"), said(record, "CHECKS")
+    port, other = compare(1, losses), compare(1, losses, ("manual_seed(21)\n", "manual_seed(2)\n"))
     assert old.returncode == port.returncode == 0
     assert len((tmp_path / "loss.check.txt").read_text().splitlines()) == 10
     assert "loss, call 1: " in other.stdout
