@@ -72,7 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    ddp_model.broadcast_buffers = False  # step 6 copies BatchNorm's statistics, later
+    # Step 6 copies buffers (BatchNorm's statistics). As DDP's argument, this is deprecated.
+    ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
         # DataLoader cannot start within an epoch. So collect the next batches of this rank, as

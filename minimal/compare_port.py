@@ -1,4 +1,4 @@
-"""Compare one process with several (see CHECKS.md). "changed" marks what differs from ddp.py."""
+"""Compare one process with several. This is ddp.py with the changes that CHECKS.md explains."""
 
 import os
 
@@ -24,21 +24,20 @@ def main():
     dist.init_process_group("nccl", device_id=device)
 
     torch.manual_seed(21)
-    torch.set_default_dtype(torch.float64)  # changed: rounding would hide small mistakes
+    torch.set_default_dtype(torch.float64)
     to_tensor = transforms.ToTensor()
     with FileLock("data.lock"):  # one process downloads while the others wait
         train_set = datasets.CIFAR10("data", train=True, download=True, transform=to_tensor)
     val_set = datasets.CIFAR10("data", train=False, transform=to_tensor)
-    train_set = Subset(train_set, range(60))  # changed: few images
-    val_set = Subset(val_set, range(101))  # changed: ranks have unequal shares
+    train_set, val_set = Subset(train_set, range(60)), Subset(val_set, range(101))
 
     # 3. Each rank trains on its own share of the images. The sampler shuffles and drops a few
     # to make shares equal. In validation, none is dropped: rank 1 of 4 has images 1, 5, 9...
-    sampler = DistributedSampler(train_set, shuffle=False, drop_last=True)  # changed
-    batch_size = 12 // world_size  # changed
-    train_loader = DataLoader(train_set, batch_size, sampler=sampler)  # changed: no workers
+    sampler = DistributedSampler(train_set, shuffle=False, drop_last=True)
+    batch_size = 12 // world_size
+    train_loader = DataLoader(train_set, batch_size, sampler=sampler)
     val_share = Subset(val_set, range(rank, len(val_set), world_size))
-    val_loader = DataLoader(val_share, batch_size=512)  # changed
+    val_loader = DataLoader(val_share, batch_size=512)
 
     model = models.resnet50(num_classes=10)
     model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
@@ -49,18 +48,19 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    ddp_model.broadcast_buffers = False  # step 6 copies BatchNorm's statistics once per epoch
+    # Step 6 copies buffers (BatchNorm's statistics). As DDP's argument, this is deprecated.
+    ddp_model.broadcast_buffers = False
     torch.manual_seed(21 + rank)  # dropout and random transforms should differ between ranks
 
-    for epoch in range(2):  # changed
+    for epoch in range(2):
         sampler.set_epoch(epoch)  # 5. Shuffle differently in each epoch.
-        model.eval()  # changed: no dropout, and BatchNorm uses its stored statistics
+        model.eval()  # no dropout; BatchNorm uses its stored statistics, not those of the batch
         for images, labels in train_loader:
             images, labels = images.to(device), labels.to(device)
             loss = nn.functional.cross_entropy(ddp_model(images), labels)
             optimizer.zero_grad()
             loss.backward()
-            checks.same_gradient(model)  # changed
+            checks.same_gradient(model)
             optimizer.step()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
@@ -74,7 +74,7 @@ def main():
             for images, labels in val_loader:
                 correct += (model(images.to(device)).argmax(1) == labels.to(device)).sum()
         dist.all_reduce(correct)  # the sum over all processes
-        checks.same_as_before("correct", correct)  # changed
+        checks.same_as_before("correct", correct)
 
         # 7. Only rank 0 prints and saves. A call that waits for other ranks would hang here.
         if rank == 0:
