@@ -72,7 +72,7 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies buffers (BatchNorm's statistics). As DDP's argument, this is deprecated.
+    # Copy BatchNorm's statistics in step 6 only. (DDP's argument for this is deprecated.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
