@@ -96,6 +96,9 @@ model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
 CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
+ctc = CTC.replace("loss = ", "losses = ").replace("tokens)", "tokens, reduction='none')")
+ctc += "total = torch.tensor(len(losses))\ndist.all_reduce(total)\n"
+ctc += "loss = " + said("world_size * (losses / tokens.clamp(min=1)).sum() / total")
 weighted_mean = block("weighted mean").replace('="sum"', '="sum", label_smoothing=0.1')
 line_of_weights = "weights = class_weights[labels.where(known, 0)] * known", said("weights = known")
 ignored_mean = edited(block("weighted mean"), line_of_weights, (", class_weights, red", ", red"))
@@ -110,7 +113,7 @@ LOSSES = {
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(", "("), block("two views")),
-    "CTC": (TEXTS, CTC, block("CTC")),
+    "CTC": (TEXTS, CTC, ctc),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
 
