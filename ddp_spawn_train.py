@@ -59,7 +59,7 @@ def main(rank, world_size, folder, args):
 
     common.seed_everything(args.seed)  # the same initial weights in every run
     train_set, val_set = load_data(args)
-    args.batch_size = args.batch_size or 512 * world_size
+    args.batch_size = args.batch_size or 1024 // world_size * world_size  # by default, for any number of GPUs
     if args.batch_size > len(train_set) or args.batch_size % world_size:
         raise SystemExit(f"--batch-size must be at most {len(train_set)}, and divisible by {world_size} processes")
 
@@ -292,7 +292,7 @@ def parse_args(argv=None):
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
     add("--pretrained", choices=["all", "last"], help="start from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
-    add("--batch-size", type=int, help="images per step over all GPUs (default: 512 per GPU)")
+    add("--batch-size", type=int, help="images per step over all GPUs (default: 1024)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
     best = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # not emulated
     add("--precision", choices=["fp32", "bf16"], default=best, help="fp32 may use TF32 (default: %(default)s)")

@@ -104,7 +104,7 @@ if {"--checkpoint", "--precision"} & {word.partition("=")[0] for word in sys.arg
     sys.exit("run_all.sh: error: to use --checkpoint or --precision, start a script by itself")
 gpus = torch.cuda.device_count()
 machine = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPU"
-flags = "--epochs 5"  # and by default 512 images per GPU
+flags = "--epochs 5"
 note = "Synthetic images" if args.synthetic else "CIFAR-10"
 if not gpus:
     flags = "--synthetic 96 --arch resnet18 --image-size 4 --batch-size 16 --epochs 4 --lr 0.02"

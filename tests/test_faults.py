@@ -37,11 +37,10 @@ def test_a_second_run_on_a_checkpoint_is_refused_and_the_first_trains_on_until_c
     assert torchrun.wait() != 0
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg])  # as an IDE's stop button does, and as a terminal does
-def test_a_spawn_run_listens_on_loopback_alone_and_ctrl_c_ends_it(send, start, tmp_path):
+def test_a_spawn_run_listens_on_loopback_alone_and_an_ides_stop_button_ends_it(start, tmp_path):
     parent, pids = train_until_epoch_2(start, tmp_path, "ddp_spawn_train", GLOO_SOCKET_IFNAME="eth9")  # ignored
     assert addresses_of(pids[1:]) == {"0100007F"}  # 127.0.0.1
-    send(parent.pid, signal.SIGINT)
+    os.kill(parent.pid, signal.SIGINT)  # the parent alone: a terminal sends it to the children as well
     await_end(pids)
     assert parent.wait() != 0
 
@@ -57,12 +56,13 @@ def test_ctrl_c_or_a_killed_process_ends_all_on_gpus(script, sent, start, tmp_pa
 
 
 # Each fault strikes in epoch 2: errors on one rank, unequal weights, NaN, a full disk, a value of no safe type.
+# apex_amp_train.py has these lines of ddp_launch_train.py, so only its own faults strike it.
 FAULTS = [
-    (["ddp_launch_train", "apex_amp_train"], "if rank == 1: raise OSError('no such file')", "no such file"),
-    (SCRIPTS[1:], "if rank == 1: raise SystemExit('no such file')", "no such file"),
-    (SCRIPTS[1:], "model[4].weight.data += rank", "the weights of the processes differ"),
-    (SCRIPTS, "if step == steps: model[4].weight.data[0, 0] = math.nan", "val_loss is nan: --lr is too large, or"),
-    (SCRIPTS[1:], "if rank == 1: sums['loss'] *= math.inf", "train_loss is inf: .* divided by a count of 0"),
+    (SCRIPTS[1:2], "if rank == 1: raise OSError('no such file')", "no such file"),
+    (SCRIPTS[1:3], "if rank == 1: raise SystemExit('no such file')", "no such file"),
+    (SCRIPTS[1:3], "model[4].weight.data += rank", "the weights of the processes differ"),
+    ([*SCRIPTS[:2], SCRIPTS[3]], "if step == steps: model[4].weight.data[0, 0] = math.nan", "val_loss is nan: --lr is"),
+    (SCRIPTS[1:2], "if rank == 1: sums['loss'] *= math.inf", "train_loss is inf: .* divided by a count of 0"),
     (["ddp_spawn_train"], "if rank == 1: os.kill(os.getpid(), 9)", "process 1 terminated with signal SIGKILL"),
     (["apex_amp_train"], "scaler.update(1e-4)", "the loss scale is near 0"),  # as after NaN in each step
     (["dp_train"], "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (4096,) * 2)", "large|failed|iostream"),
@@ -102,14 +102,14 @@ def test_what_a_user_types_wrongly_is_said_in_one_sentence(script, monkeypatch, 
         assert sentence in said(*flags.split())
 
 
-def test_a_batch_size_that_does_not_fit_is_refused_also_the_default_of_512_for_each_process(tmp_path):
+def test_a_batch_size_that_does_not_fit_is_refused_and_the_default_fits_any_number_of_processes(tmp_path):
     copy_script(tmp_path, "ddp_launch_train", SMALL_MODEL)
     assert "at most 61, and divisible by 2 processes" in train(tmp_path, 2, "--batch-size", "13").stdout
     copy_script(tmp_path, "dp_train", SMALL_MODEL)
     assert "at most 61\n" in train(tmp_path, 0, "--batch-size", "62", script="dp_train").stdout
-    default = in_processes(0, tmp_path, "dp_train.py", *"--synthetic 512 --image-size 4 --epochs 1".split())
-    assert result(default)["batch_size"] == 512
-    assert "at most 1023" in in_processes(2, tmp_path, "ddp_launch_train.py", "--synthetic", "1023").stdout
+    for nproc, script, batch_size in (0, "dp_train.py", 1024), (3, "ddp_launch_train.py", 1023):
+        default = in_processes(nproc, tmp_path, script, *"--synthetic 1024 --image-size 4 --epochs 1".split())
+        assert result(default)["batch_size"] == batch_size
 
 
 # What a search on each rank, a launcher on each machine, or a `set` of weights may make different.
@@ -123,7 +123,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS[1:])
+@pytest.mark.parametrize("script", SCRIPTS[1:3])
 def test_settings_that_differ_between_processes_or_after_a_resume_or_need_a_gpu_end_the_run(script, tmp_path):
     for difference, edit in DIFFERENT.items():
         finished = train(copy_script(tmp_path, script, SMALL_MODEL, edit), 2, script=script)
