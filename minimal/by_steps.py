@@ -72,9 +72,7 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # DDP need not copy BatchNorm's statistics in each step, because step 6 does. (It is set
-    # as an attribute, because DDP's argument for this is deprecated since PyTorch 2.13.)
-    ddp_model.broadcast_buffers = False
+    ddp_model.broadcast_buffers = False  # step 6 copies BatchNorm's statistics instead
 
     for start in range(done, steps, every):
         # DataLoader cannot start within an epoch. So collect the next batches of this rank, as

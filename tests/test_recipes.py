@@ -18,7 +18,7 @@ from pages import EMA, LANGUAGE_MODEL, LAUNCH, after, at, before, block, edits_o
 import common
 
 # The scripts that each diff fits.
-FITS = {"our weights": SCRIPTS[1:], "our wandb": SCRIPTS[1:], "our stopping": SCRIPTS}
+FITS = {"our weights": SCRIPTS[1:], "our stopping": SCRIPTS}
 
 
 def functions(*codes):
@@ -82,9 +82,9 @@ SMOOTHED = WEIGHTED.replace("weights)", "weights, label_smoothing=0.1)")
 VIEWS = f"{ROWS}view_1, view_2 = images, images.flip(1)\n"
 # Four texts for each rank but the last, which has the others.
 TEXTS = """
-tokens, x, targets = torch.randint(1, 5, (12,)), torch.randn(20, 12, 6), torch.randint(1, 4, (12, 5))
+lengths, x, targets = torch.randint(1, 5, (12,)), torch.randn(20, 12, 6), torch.randint(1, 4, (12, 5))
 own = slice(4 * rank, 12 if rank == world_size - 1 else 4 * rank + 4)
-tokens, x, targets, frames = tokens[own], x[:, own], targets[own], torch.full((12,), 20)[own]
+lengths, x, targets, frames = lengths[own], x[:, own], targets[own], torch.full((12,), 20)[own]
 ddp_model = DDP(model := nn.Linear(6, 4))
 log_probs = ddp_model(x).log_softmax(2)
 """
@@ -95,10 +95,11 @@ model = Model()
 model.layer = nn.Linear(6, 4)
 ddp_model = DDP(model)
 """
-CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, tokens)\n"
-ctc = CTC.replace("loss = ", "losses = ").replace("tokens)", "tokens, reduction='none')")
-ctc += "total = torch.tensor(len(losses))\ndist.all_reduce(total)\n"
-ctc += "loss = " + said("world_size * (losses / tokens.clamp(min=1)).sum() / total")
+CTC = "loss = nn.functional.ctc_loss(log_probs, targets, frames, lengths)\n"
+ADVANTAGES = "advantages = (advantages - of_all.mean()) / of_all.std()"
+POLICY = f"{ROWS}advantages = torch.randn(12)[mine]\nof_all = advantages\n"
+LOSS_OF_POLICY = "\nloss = -(advantages * ddp_model(images).log_softmax(1)[:, 0]).mean()\n"
+advantages = said("of_all = gather(advantages)") + "\n" + said(ADVANTAGES) + LOSS_OF_POLICY
 weighted_mean = block("weighted mean").replace('="sum"', '="sum", label_smoothing=0.1')
 line_of_weights = "weights = class_weights[labels.where(known, 0)] * known", said("weights = known")
 ignored_mean = edited(block("weighted mean"), line_of_weights, (", class_weights, red", ", red"))
@@ -113,7 +114,8 @@ LOSSES = {
     "class weights and smoothing": (PIXELS, SMOOTHED, weighted_mean),
     "Dice": (MAPS, block("Dice").replace("sum_over_all(", "("), block("Dice")),
     "two views": (VIEWS, block("two views").replace("gather(", "("), block("two views")),
-    "CTC": (TEXTS, CTC, ctc),
+    "CTC": (TEXTS, CTC, block("CTC")),
+    "advantages": (POLICY, ADVANTAGES + LOSS_OF_POLICY, advantages),
     "methods": (MODEL, "loss = model.training_loss(images, labels)\n", method),
 }
 
@@ -436,7 +438,11 @@ def test_rank_0_alone_logs_the_loss_of_all_ranks(tmp_path):
 
 
 def test_rank_0_of_our_scripts_alone_logs_with_wandb(tmp_path):
-    finished, _ = train_on(2, tmp_path, "ddp_launch_train", edits_of(block("our wandb")))
+    init, log = (f"if rank == 0: {said(f'wandb.{call}', 'SCRIPTS')}\n" for call in (
+        'init(project="cifar10")', "log(epoch_metrics, step=epoch)"))
+    loop, end = line("for epoch in", text=LAUNCH), line("if epoch == epochs_done", text=LAUNCH)
+    edits = [("import common\n", "import common\nimport wandb\n"), before(loop, init), before(end, log)]
+    finished, _ = train_on(2, tmp_path, "ddp_launch_train", edits)
     assert finished.stdout.count("INIT") == 1 and finished.stdout.count("LOG {'train_loss'") == 2
 
 
@@ -487,7 +493,9 @@ def test_classes_are_drawn_equally_often_and_buckets_have_each_item_once_and_sim
     assert len(buckets) == 8 and len(set(sum(buckets, []))) == 192 and [*buckets] != first[1]
     assert all(max(batch) - min(batch) < 140 for batch in buckets)  # 24, 19 that are left out, and the noise
     scope |= dict(batches=[[2 * i, 2 * i + 1] for i in range(8)], world_size=3, rank=1)  # six of eight are used
-    exec(block("unequal batches").replace("=8", "=0"), scope)
+    left_out, share = said("len(batches) % world_size"), said("batch_sampler=batches[rank::world_size]")
+    exec(f"del batches[len(batches) - {left_out} :]", scope)
+    exec(f"train_loader = DataLoader(train_set, {share}, collate_fn=collate)", scope)
     assert [numbers.tolist() for _, numbers, _ in scope["train_loader"]] == [lengths[2:4], lengths[8:10]]
     full = scope["Buckets"](lengths[:192], 24, 21)  # leaves nothing out
     first = {frozenset(batch) for batch in full}
