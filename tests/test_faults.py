@@ -21,7 +21,8 @@ def addresses_of(pids):
 def train_until_epoch_2(start, folder, script, **env):
     """Start a run that would not end. Return its process, and the ids of this process and of its ranks."""
     flags = ["--epochs", "100000", "--workers", "1", "--checkpoint", f"{folder}/run.pt"]
-    arguments = command(script, *flags, folder=copy_script(folder, script, SMALL_MODEL))
+    pause = before("        train_sums = Counter()", "time.sleep(0.1)\n")  # leaves the CPU to other tests
+    arguments = command(script, *flags, folder=copy_script(folder, script, SMALL_MODEL, pause))
     process, log = start(arguments, "epoch 2 train_loss", **env)
     ranks = sorted(re.findall(r"(rank \d+: |)process (\d+) on", log.read_text()))
     return process, [process.pid, *(int(pid) for _, pid in ranks)]
