@@ -72,7 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    ddp_model.broadcast_buffers = False  # step 6 copies BatchNorm's statistics instead
+    # Step 6 copies BatchNorm's statistics, so DDP need not. (Its argument is deprecated.)
+    ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
         # DataLoader cannot start within an epoch. So collect the next batches of this rank, as
@@ -97,8 +98,8 @@ def main():
             loss_sum += loss.detach()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
-        # 6. Each rank validates its share. Call `model`, because `ddp_model` can wait for ranks
-        # that have no batch left. BatchNorm's statistics differ by rank: use rank 0's.
+        # 6. Each rank validates its share. BatchNorm's statistics differ by rank: use rank 0's.
+        # Call `model`, because with some settings, `ddp_model` waits for ranks without a batch.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()
