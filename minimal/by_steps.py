@@ -72,7 +72,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies BatchNorm's statistics, so DDP need not. (Its argument is deprecated.)
+    # Step 6 copies BatchNorm's statistics, so DDP need not copy them in each step. (We set the
+    # attribute, because the argument of DDP(broadcast_buffers=False) is deprecated.)
     ddp_model.broadcast_buffers = False
 
     for start in range(done, steps, every):
@@ -99,7 +100,7 @@ def main():
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
         # 6. Each rank validates its share. BatchNorm's statistics differ by rank: use rank 0's.
-        # Call `model`, because with some settings, `ddp_model` waits for ranks without a batch.
+        # Call `model`, because `ddp_model` may wait for a rank that has no batch left.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()

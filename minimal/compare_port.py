@@ -1,4 +1,4 @@
-"""Compare one process with several. This is ddp.py with the changes that CHECKS.md explains."""
+"""Compare ddp.py, which has a few changes here, with compare_old.py and itself: see CHECKS.md."""
 
 import os
 
@@ -24,12 +24,13 @@ def main():
     dist.init_process_group("nccl", device_id=device)
 
     torch.manual_seed(21)
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64)  # because rounding may hide small mistakes
     to_tensor = transforms.ToTensor()
     with FileLock("data.lock"):  # one process downloads while the others wait
         train_set = datasets.CIFAR10("data", train=True, download=True, transform=to_tensor)
     val_set = datasets.CIFAR10("data", train=False, transform=to_tensor)
-    train_set, val_set = Subset(train_set, range(60)), Subset(val_set, range(101))
+    train_set = Subset(train_set, range(60))
+    val_set = Subset(val_set, range(101))  # which ranks cannot share equally
 
     # 3. Each rank trains on its own share of the images. The sampler shuffles and drops a few
     # to make shares equal. In validation, none is dropped: rank 1 of 4 has images 1, 5, 9...
@@ -48,7 +49,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies BatchNorm's statistics, so DDP need not. (Its argument is deprecated.)
+    # Step 6 copies BatchNorm's statistics, so DDP need not copy them in each step. (We set the
+    # attribute, because the argument of DDP(broadcast_buffers=False) is deprecated.)
     ddp_model.broadcast_buffers = False
     torch.manual_seed(21 + rank)  # dropout and random transforms should differ between ranks
 
@@ -61,11 +63,13 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             checks.same_gradient(model)
+            if world_size == 1:  # with several, each rank has the loss of its own images
+                checks.same_as_before("loss", loss)
             optimizer.step()
         checks.same_weights(optimizer)  # ends the run if the weights of the ranks differ
 
         # 6. Each rank validates its share. BatchNorm's statistics differ by rank: use rank 0's.
-        # Call `model`, because with some settings, `ddp_model` waits for ranks without a batch.
+        # Call `model`, because `ddp_model` may wait for a rank that has no batch left.
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
         model.eval()

@@ -113,10 +113,10 @@ def train(folder, nproc, *flags, script="ddp_launch_train", **env):
     return in_processes(nproc, folder, f"{script}.py", *SMALL, "--checkpoint", "run.pt", *flags, **env)
 
 
-def train_minimal(nproc, folder, *edits, epochs=4, images=410, name="ddp", **env):
-    """Start a program of minimal/ on the CPU after some edits: one_gpu.py if `nproc` is 0."""
+def train_minimal(nproc, folder, *edits, epochs=4, images=410, name=None, **env):
+    """Start a program of minimal/ on the CPU after some edits: by default, one_gpu.py if `nproc` is 0."""
     folder.mkdir(exist_ok=True)
-    program = edited((ROOT / "minimal" / f"{name if nproc else 'one_gpu'}.py").read_text(), *edits)
+    program = edited((ROOT / "minimal" / f"{name or ('ddp' if nproc else 'one_gpu')}.py").read_text(), *edits)
     lengths = {"range(10)": f"range({epochs})", "range(done, 10)": f"range(done, {epochs})"}
     for old, new in (SMALL_MINIMAL | lengths).items():
         program = program.replace(old, new)

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 from conftest import run, train_minimal
-from editing import IMAGES, ROOT, SMALL_MINIMAL, edited
-from pages import EMA, MINIMAL, after, before, block, edits_of, line, said
+from editing import IMAGES, ROOT, SMALL_MINIMAL
+from pages import EMA, MINIMAL, after, before, block, edits_of, line
 
 
 def test_readme_shows_the_diff_of_the_two_programs():
@@ -87,26 +87,27 @@ def test_three_checks_pass_and_see_a_missing_sampler(tmp_path):
     assert "in '2.running_mean'" in train_minimal(2, tmp_path, *AVERAGED, of_ema, no_broadcast).stdout
 
 
-def test_compare_port_compares_two_runs_and_ends_the_one_with_another_loss_or_metric(tmp_path):
-    def compare(nproc, *edits):
-        small = ("range(101)", "range(61)")
-        return train_minimal(int(nproc), tmp_path, small, *edits, images=60, name="compare_port")
+def test_the_port_is_compared_with_the_old_script_and_one_process_with_several(tmp_path):
+    for one, other, lines in ("one_gpu", "compare_old", 20), ("ddp", "compare_port", 26):  # only small changes
+        diff = run(["diff", ROOT / "minimal" / f"{one}.py", ROOT / "minimal" / f"{other}.py"]).stdout
+        assert len(re.findall("(?m)^[<>]", diff)) <= lines
 
-    program = (ROOT / "minimal" / "compare_port.py").read_text()
-    changed = edited(MINIMAL, *edits_of(block("compare")))
-    assert changed.split('"""', 2)[2] == program.split('"""', 2)[2]  # the same but for the docstring
-    stub = 'torchrun() { echo "$2" | grep -o "[0-9]"; }\n'
-    numbers = run(["bash", "-c", stub + block("compare commands")]).stdout.split()
-    assert numbers == ["1", "2"] and not any(compare(nproc).returncode for nproc in [*numbers, 3])
+    def compare(nproc, *edits, folder=tmp_path):
+        name = "compare_port" if nproc else "compare_old"
+        return train_minimal(int(nproc), folder, ("range(101)", "range(61)"), *edits, images=60, name=name)
+
+    stubs = 'python() { echo 0; }\ntorchrun() { echo "$2" | grep -o "[0-9]"; }\n'
+    numbers = run(["bash", "-c", stubs + block("compare commands")], cwd=tmp_path).stdout.split()
+    assert numbers == ["0", "1", "2"] and not any(compare(int(nproc)).returncode for nproc in [*numbers, 3])
+    assert {path.stem: len(path.read_text().splitlines()) for path in tmp_path.glob("*.txt")} == {
+        "loss.check": 10, "gradient.check": 10, "correct.check": 2}
     loss = ("), labels)", "), labels, torch.arange(10.0))")
     for edit, name in (loss, "gradient"), (("range(rank", "range(0"), "correct"):
         assert f"{name}, call 1: " in compare(3, edit).stdout
-    assert [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.txt"))] == [2, 10]
-    record = 'checks.same_as_before("loss", loss)'
-    of_old = edits_of(block("compare old").replace("101", "61"))
-    old = train_minimal(0, tmp_path, *of_old, images=60, epochs=2)
-    losses = said("checks.same_gradient(model)", "CHECKS"), said(record, "CHECKS")
-    port, other = compare(1, losses), compare(1, losses, ("manual_seed(21)\n", "manual_seed(2)\n"))
-    assert old.returncode == port.returncode == 0
-    assert len((tmp_path / "loss.check.txt").read_text().splitlines()) == 10
-    assert "loss, call 1: " in other.stdout
+    other_weights = ("manual_seed(21)\n", "manual_seed(2)\n")
+    assert "loss, call 1: " in compare(1, other_weights, ("checks.same_gradient(model)", "pass")).stdout
+    sgd, clip = ("AdamW", "SGD"), "nn.utils.clip_grad_norm_(model.parameters(), {})\n"
+    limits = "0.01", "0.01 * world_size"
+    of_one, of_all = (before(line("optimizer.step"), clip.format(limit)) for limit in limits)
+    assert not any(compare(nproc, sgd, of_one, folder=tmp_path / "clipped").returncode for nproc in (0, 1, 2))
+    assert "gradient, call 2: " in compare(2, sgd, of_all, folder=tmp_path / "clipped").stdout
