@@ -1,4 +1,4 @@
-"""Compare ddp.py, which has a few changes here, with compare_old.py and itself: see CHECKS.md."""
+"""Compare the port with compare_old.py, and on several processes: ddp.py with a few changes."""
 
 import os
 
@@ -49,8 +49,8 @@ def main():
     # 4. Wrap the model. DDP copies rank 0's weights to all ranks. Train with `ddp_model`, which
     # averages the gradients in backward(), and shares its weights with `model`.
     ddp_model = DDP(model)  # no device_ids: model and images are on its GPU already
-    # Step 6 copies BatchNorm's statistics, so DDP need not copy them in each step. (We set the
-    # attribute, because the argument of DDP(broadcast_buffers=False) is deprecated.)
+    # Step 6 copies BatchNorm's statistics, so DDP need not copy them in each step. (As an
+    # argument of DDP, broadcast_buffers=False is deprecated since PyTorch 2.13.)
     ddp_model.broadcast_buffers = False
     torch.manual_seed(21 + rank)  # dropout and random transforms should differ between ranks
 
