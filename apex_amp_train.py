@@ -12,9 +12,8 @@ the optimizer's step. If they overflow, the step is skipped and the scale is hal
 
 Apex brought this to PyTorch, and torch.amp has replaced it. Of Apex's levels, O0 is float32, and O1 uses float16
 where it is safe, as torch.amp does. At O2, weights are float16, except BatchNorm's, and the optimizer updates
-float32 copies. O3 is float16 without a loss scale. For old code, Apex has its own DDP and SyncBatchNorm
-(apex.parallel). If it was built with CUDA kernels, this DDP needs torch.contiguous_format. If not, this
-SyncBatchNorm fails at O2.
+float32 copies. O3 is float16 without a loss scale. Apex also has its own DDP and SyncBatchNorm (apex.parallel).
+With CUDA kernels, this DDP needs torch.contiguous_format. Without them, this SyncBatchNorm fails at O2.
 """
 
 import gc
