@@ -332,7 +332,7 @@ def parse_args(argv=None):
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
     add("--pretrained", choices=["all", "last"], help="start from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
-    add("--batch-size", type=int, help="images per step over all GPUs (default: 1024)")
+    add("--batch-size", type=int, help="images per step over all GPUs (default: about 1024)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
     add("--sync-bn", action="store_true", help="compute BatchNorm's statistics over all GPUs")
     add("--compile", action="store_true", help="compile the model with torch.compile")

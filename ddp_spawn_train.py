@@ -292,7 +292,7 @@ def parse_args(argv=None):
     add("--image-size", type=int, help="in pixels (default: 32; with --pretrained, 224)")
     add("--pretrained", choices=["all", "last"], help="start from ImageNet weights; train all layers or the last")
     add("--epochs", type=int, default=30, help="default: 30")
-    add("--batch-size", type=int, help="images per step over all GPUs (default: 1024)")
+    add("--batch-size", type=int, help="images per step over all GPUs (default: about 1024)")
     add("--lr", type=float, help="peak learning rate (default: 0.4 for each 512 images of a batch, at most 1.6)")
     best = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported(False) else "fp32"  # not emulated
     add("--precision", choices=["fp32", "bf16"], default=best, help="fp32 may use TF32 (default: %(default)s)")

@@ -91,6 +91,8 @@ def test_the_port_is_compared_with_the_old_script_and_one_process_with_several(t
     program = (ROOT / "minimal" / "compare_port.py").read_text()
     changed = edited(MINIMAL, *edits_of(block("compare")))
     assert changed.split('"""', 2)[2] == program.split('"""', 2)[2]  # the same but for the docstring
+    diff = run(["diff", *(ROOT / "minimal" / f"{name}.py" for name in ("one_gpu", "compare_old"))]).stdout
+    assert len(re.findall("(?m)^[<>]", diff)) == 19  # so who changes one_gpu.py changes compare_old.py
 
     def compare(nproc, *edits, folder=tmp_path):
         name = "compare_port" if nproc else "compare_old"
